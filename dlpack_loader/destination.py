@@ -1,0 +1,318 @@
+"""Destinations: DLPack objects become validated memory, and memory plus an entry becomes a transfer.
+
+Everything that the header can decide is decided here, for one destination at a time and before any byte is written:
+device, dtype, shape, strides, whether the memory may be written at all. Overlap is a matter between destinations and
+is checked for all of them together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from types import MappingProxyType
+from typing import Any, NoReturn
+
+import msgspec
+
+from dlpack_loader import dlpack
+from dlpack_loader.dtype import BY_CODE, DTYPES, UINT8, DLDataType, DType, dtype_of_dlpack, uint_of_bits
+from dlpack_loader.errors import DestinationBufferError, DestinationError, DestinationTypeError, UnsupportedError
+from dlpack_loader.header import Entry
+from dlpack_loader.reads import Transfer
+from dlpack_loader.selection import Selection, Stored, byte_strides, select
+
+__all__ = ["Memory", "Target", "check_overlaps", "memory_of_dlpack", "transfer_into", "wanted_shape"]
+
+_CPU = (1, 0)
+_HOST_DEVICES = (1, 3, 11)  # kDLCPU, kDLCUDAHost, kDLROCMHost
+_WHOLE = MappingProxyType({dtype.code: dtype.dlpack for dtype in DTYPES if dtype.group == 1})
+_DEVICE_NAMES = {2: "cuda", 8: "metal", 10: "rocm", 13: "cuda managed", 14: "oneapi"}
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A destination plus the part of the entry that fills it.
+
+    Parameters
+    ----------
+    destination
+        Any object with ``__dlpack__``, on a device that this version writes to.
+    index
+        A NumPy-style basic index into the entry, in elements of the header's shape; the destination has the shape of
+        ``tensor[index]``.
+    reinterpret
+        Accept a destination of unsigned integers of the entry's width: the bits are moved as they are. For frameworks
+        that lack the entry's dtype, such as NumPy arrays of uint16 for BF16.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> fused = np.zeros((6, 4), np.float32)
+    >>> Target(fused[:3], index=np.s_[0:3]).index
+    slice(0, 3, None)
+    """
+
+    destination: Any
+    index: Any = ...
+    reinterpret: bool = False
+
+
+class Memory(msgspec.Struct, gc=False):
+    """Where a destination's bytes are. Borrowed: ``owner`` keeps them alive."""
+
+    pointer: int
+    dtype: DLDataType
+    shape: tuple[int, ...]
+    """In elements of ``dtype``."""
+    strides: tuple[int, ...] | None
+    """In elements; None is C-contiguous."""
+    device: tuple[int, int]
+    """DLPack device type and number."""
+    owner: object
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return self.dtype[1] * self.dtype[2] // 8
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return prod(self.shape) * self.itemsize
+
+    def byte_strides(self) -> tuple[int, ...]:
+        """Return the bytes between neighbours, one for each dimension."""
+        if self.strides is None:
+            return byte_strides(self.shape, self.itemsize)
+        return tuple(stride * self.itemsize for stride in self.strides)
+
+    def extent(self) -> tuple[int, int]:
+        """Return the first address of the memory and the one after its last."""
+        if self.strides is None or 0 in self.shape:
+            return self.pointer, self.pointer + prod(self.shape) * (self.dtype[1] * self.dtype[2] // 8)
+        low = high = self.pointer
+        for size, stride in zip(self.shape, self.byte_strides(), strict=True):
+            reach = (size - 1) * stride
+            low, high = low + min(0, reach), high + max(0, reach)
+        return low, high + self.itemsize
+
+
+def memory_of_dlpack(destination: Any) -> Memory:
+    """Take a destination through DLPack and check that its memory may be written.
+
+    Raises
+    ------
+    DestinationTypeError
+        No ``__dlpack__``; a JAX array, which must not be changed and cannot say so.
+    DestinationBufferError
+        Read-only, copied or padded memory, or a null pointer.
+    """
+    module = type(destination).__module__
+    if module.partition(".")[0] in ("jax", "jaxlib"):
+        raise DestinationTypeError(
+            "JAX arrays are immutable and cannot be destinations",
+            hint="Fill a NumPy or torch buffer and pass it to jax.dlpack.from_dlpack",
+        )
+    capsule = dlpack.take(destination, stream=None)
+    flags = capsule.flags
+    for flag, what, hint in (
+        (dlpack.READ_ONLY, "is read-only", "Pass a writable copy of it"),
+        (dlpack.IS_COPIED, "was copied by its producer, so writing would not reach it", "Pass the original memory"),
+        (dlpack.SUBBYTE_PADDED, "pads its sub-byte elements to whole bytes", "Pass packed memory, or its uint8 bytes"),
+    ):
+        if flags & flag:
+            capsule.release()
+            raise DestinationBufferError(f"the destination {what}", hint=hint)
+    strides = capsule.strides
+    if strides is not None and _is_compact(capsule.shape, strides):
+        strides = None
+    memory = Memory(capsule.pointer, capsule.dtype, capsule.shape, strides, capsule.device, capsule)
+    if not capsule.pointer and memory.nbytes:
+        raise DestinationBufferError("the destination has bytes but no address: a fake or unallocated tensor")
+    return memory
+
+
+def _is_compact(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether strides (in elements) are those of C order, not looking at dimensions of size 1 or at empty tensors."""
+    if 0 in shape:
+        return True
+    step = 1
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size != 1 and stride != step:
+            return False
+        step *= size
+    return True
+
+
+def _folds(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
+    """Whether elements may share memory: true unless every dimension steps past all that lies inside it."""
+    span = itemsize
+    for stride, size in sorted((abs(stride), size) for stride, size in zip(strides, shape, strict=True)):
+        if size > 1:
+            if stride < span:
+                return True
+            span += stride * (size - 1)
+    return False
+
+
+def wanted_shape(dtype: DType, selection: Selection | Stored) -> tuple[int, ...]:
+    """Return the shape that a destination of an entry's own DLPack dtype has for a selection."""
+    per_unit = selection.unit * 8 // (dtype.dlpack[1] * dtype.dlpack[2])
+    if per_unit == 1:
+        return selection.shape
+    return (*selection.shape[:-1], selection.shape[-1] * per_unit)  # F6: bytes, three to a unit
+
+
+def transfer_into(
+    memory: Memory,
+    entry: Entry,
+    number: int,
+    name: str,
+    index: Any = ...,
+    reinterpret: bool = False,
+    cast: bool = False,
+) -> Transfer:
+    """Check a destination against the header and return the transfer that fills it.
+
+    Raises
+    ------
+    DestinationTypeError
+        Its dtype is not the entry's, and no permitted cast or reinterpretation makes it so.
+    DestinationBufferError
+        It is on a device that is not served, or its elements overlap one another.
+    DestinationError
+        Its shape is not the selection's.
+    SelectionError, MisalignedSelectionError
+        The index does not suit the entry.
+    """
+    if (
+        index is ...
+        and memory.shape == entry.shape
+        and memory.strides is None
+        and memory.device == _CPU
+        and memory.dtype == _WHOLE.get(entry.dtype)
+    ):  # the usual case, said shortly: everything that is checked below holds
+        return Transfer(name, entry.file, entry.offset, number, entry.nbytes, (), None, entry.nbytes)
+
+    dtype = BY_CODE[entry.dtype]
+    if memory.device[0] not in _HOST_DEVICES:
+        device = _DEVICE_NAMES.get(memory.device[0], f"DLPack device type {memory.device[0]}")
+        raise UnsupportedError(
+            f"this version writes to host memory, not to {device}", tensor=name, hint="Pass a CPU tensor"
+        )
+    selection = select(index, dtype, entry.shape, tensor=entry.name)
+    conversion = _conversion(memory.dtype, dtype, entry, name, reinterpret=reinterpret, cast=cast)
+    wanted = wanted_shape(dtype, selection)
+    if memory.shape != wanted:
+        _wrong_shape(memory.shape, wanted, entry, name)
+    target = memory.byte_strides()
+    if memory.strides is not None and _folds(memory.shape, target, memory.itemsize):
+        raise DestinationBufferError(
+            f"elements of the destination {name!r} share memory, as an expanded tensor's do",
+            hint="Pass the tensor that was expanded, or a contiguous copy",
+        )
+    shape, source, unit = selection.shape, selection.strides, selection.unit
+    if wanted != shape:  # F6 as bytes: steps of one unit become steps of one byte
+        shape, source, unit = (*shape, unit), (*source, 1), 1
+        target = (*target[:-1], selection.unit * target[-1], target[-1])
+    return Transfer.strided(
+        name,
+        entry.file,
+        entry.offset + selection.offset,
+        number,
+        shape=shape,
+        source=source,
+        target=target,
+        unit=unit,
+        written=memory.nbytes,
+        cast=conversion,
+    )
+
+
+def _conversion(
+    have: DLDataType, want: DType, entry: Entry, name: str, *, reinterpret: bool, cast: bool
+) -> tuple[DLDataType, DLDataType] | None:
+    if have == want.dlpack:
+        return None
+    bits = want.dlpack[1] * want.dlpack[2]
+    if reinterpret and have == uint_of_bits(bits):
+        return None
+    other = dtype_of_dlpack(have)
+    if cast and other is not None and want.floating and other.floating and want.group == other.group == 1:
+        from dlpack_loader.runtime.arrays import numpy_dtype  # NumPy is imported when it is needed
+
+        numpy_dtype(want.dlpack)  # says now, before anything is written, when ml_dtypes is missing
+        numpy_dtype(have)
+        return want.dlpack, have
+    shown = other.code if other else f"DLPack {have}"
+    if cast:
+        hint = "A cast goes between floating-point dtypes of whole bytes only"
+    elif have == uint_of_bits(bits) and have != UINT8:
+        hint = "To receive the bits as they are, pass Target(destination, reinterpret=True)"
+    elif want.floating and other is not None and other.floating:
+        hint = "Pass a destination of the checkpoint's dtype, or cast=True"
+    else:
+        hint = "Pass a destination of the checkpoint's dtype"
+    raise DestinationTypeError(
+        f"the checkpoint has {want.code} and the destination {name!r} has {shown}",
+        tensor=entry.name,
+        file=entry.file,
+        hint=hint,
+    )
+
+
+def _wrong_shape(have: tuple[int, ...], want: tuple[int, ...], entry: Entry, name: str) -> NoReturn:
+    raise DestinationError(
+        f"the checkpoint gives shape {list(want)} and the destination {name!r} has {list(have)}",
+        tensor=entry.name,
+        file=entry.file,
+    )
+
+
+def check_overlaps(memories: Sequence[Memory], names: Sequence[str]) -> None:
+    """Refuse destinations that share a byte: what they would hold depends on the order of the reads.
+
+    Raises
+    ------
+    DestinationBufferError
+        Names both.
+    """
+    lows: list[int] = []
+    highs: list[int] = []
+    for memory in memories:
+        low, high = memory.extent()
+        lows.append(low)
+        highs.append(high)
+    reach: list[tuple[int, int]] = []  # destinations whose memory may extend past the one at hand, by last address
+    furthest = 0
+    for k in sorted(range(len(memories)), key=lows.__getitem__):
+        low, high = lows[k], highs[k]
+        if low == high:
+            continue
+        if low < furthest:
+            reach = [(end, other) for end, other in reach if end > low]
+            for _, other in reach:
+                if _touch(memories[k], memories[other]):
+                    raise DestinationBufferError(
+                        f"the destinations {names[other]!r} and {names[k]!r} overlap in memory",
+                        hint="Give each its own memory; one storage under two names is one destination",
+                    )
+            reach.append((high, k))
+        else:
+            reach = [(high, k)]
+        furthest = max(furthest, high)
+
+
+def _touch(one: Memory, other: Memory) -> bool:
+    if one.device != other.device:
+        return False
+    if one.strides is None and other.strides is None:
+        return True  # their extents intersect
+    from dlpack_loader.runtime import arrays  # NumPy is imported when it is needed
+
+    views = [
+        arrays.array_at(memory.pointer, (*memory.shape, memory.itemsize), (*memory.byte_strides(), 1), arrays.BYTE)
+        for memory in (one, other)
+    ]
+    return arrays.shares_memory(*views)

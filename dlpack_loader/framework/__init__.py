@@ -1,0 +1,112 @@
+"""Frameworks allocate tensors, wrap mapped memory as tensors and name the memory of tensors. One file each.
+
+A framework's module imports that framework at its top, and is imported only when the caller names it or passes one of
+its tensors.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from types import MappingProxyType
+from typing import Any, Protocol
+
+from dlpack_loader.destination import Memory, memory_of_dlpack
+from dlpack_loader.dtype import DType
+from dlpack_loader.errors import MissingDependencyError, OptionError, UnsupportedError
+
+__all__ = ["Allocation", "Framework", "describer", "framework_named", "wrote"]
+
+_ALIASES: Mapping[str, str] = MappingProxyType(
+    {"pt": "torch", "torch": "torch", "pytorch": "torch", "np": "numpy", "numpy": "numpy"}
+)
+_LATER = ("cupy", "jax", "flax", "mlx", "tf", "tensorflow", "paddle")
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """Fresh memory of a framework, to be filled."""
+
+    value: Any
+    """The tensor or array that is handed out once it is full."""
+    memory: Memory
+    finish: Callable[[], None] | None = None
+    """To be called when the memory is full and before the value is handed out."""
+
+
+class Framework(Protocol):
+    """What the loader needs of a framework; the module of its name has one function for each."""
+
+    def check_device(self, device: object) -> None:
+        """Raise OptionError or UnsupportedError when tensors can't be made on that device."""
+
+    def empty(self, dtype: DType, shape: tuple[int, ...], unit: int) -> Allocation:
+        """Allocate for a selection of ``shape`` units of ``unit`` bytes each."""
+
+    def wrap(self, array: Any, dtype: DType, shape: tuple[int, ...]) -> Any | None:
+        """View bytes (a NumPy array of uint8 that owns them) as a tensor, or None when only a copy would do."""
+
+    def describe(self, value: Any) -> Memory | None:
+        """Name the memory of a tensor of this framework, checked for writing; None for anything else."""
+
+    def wrote(self, values: Iterable[Any]) -> None:
+        """Tell the framework that tensors were written behind its back."""
+
+
+def framework_named(name: object) -> Framework:
+    """Return the framework of that name, as safetensors spells them.
+
+    Raises
+    ------
+    OptionError
+        No such framework.
+    UnsupportedError, MissingDependencyError
+        Not served by this version; not installed.
+    """
+    if not isinstance(name, str) or (name not in _ALIASES and name not in _LATER):
+        raise OptionError(f"framework {name} is invalid", hint=f"Use one of {', '.join(_ALIASES)}")
+    if name in _LATER:
+        raise UnsupportedError(
+            f"framework {name!r} is not served by this version", hint='Load with framework="np" and convert'
+        )
+    try:
+        module: Any = import_module(f"dlpack_loader.framework.{_ALIASES[name]}")
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"framework {name!r} needs the package {error.name}, which is not installed",
+            hint=f"pip install {error.name}",
+        ) from error
+    framework: Framework = module
+    return framework
+
+
+def describer() -> Callable[[Any], Memory]:
+    """Return a function that names the memory of a destination and checks that it may be written.
+
+    Tensors of frameworks that the process has imported are asked for their address, which takes a tenth of an export
+    and checks more; everything else goes through DLPack. Make a new one for each load: it knows what is imported now.
+    """
+    frameworks = _loaded()
+
+    def describe(destination: Any) -> Memory:
+        for framework in frameworks:
+            memory = framework.describe(destination)
+            if memory is not None:
+                return memory
+        return memory_of_dlpack(destination)
+
+    return describe
+
+
+def wrote(destinations: Iterable[Any]) -> None:
+    """Tell the frameworks that destinations were written behind their back."""
+    values = list(destinations)
+    for framework in _loaded():
+        framework.wrote(values)
+
+
+def _loaded() -> list[Framework]:
+    """Frameworks that the process has imported: an object of any other can't exist."""
+    return [framework_named(name) for name in ("torch", "numpy") if name in sys.modules]

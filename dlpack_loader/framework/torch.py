@@ -1,0 +1,126 @@
+"""torch: CPU tensors, allocated, wrapped and named."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Any, NoReturn
+
+import torch
+
+from dlpack_loader.destination import Memory
+from dlpack_loader.dtype import DTYPES, DLDataType, DType
+from dlpack_loader.errors import DestinationBufferError, DestinationTypeError, OptionError, UnsupportedError
+from dlpack_loader.framework import Allocation
+
+__all__ = ["check_device", "describe", "empty", "wrap", "wrote"]
+
+_CPU = (1, 0)
+
+_DLPACK: Mapping[torch.dtype, DLDataType] = MappingProxyType(
+    {getattr(torch, d.torch): d.dlpack for d in DTYPES if d.torch and hasattr(torch, d.torch)}
+    | {torch.complex128: (5, 128, 1), torch.complex32: (5, 32, 1)}
+)
+_COMPLEX = 5  # kDLComplex: the only dtypes that can be conjugate views
+_OPAQUE = 3  # kDLOpaqueHandle: a dtype that equals none of the format's
+
+# What marks a class whose tensors have no memory of their own: fakes, functional and other wrappers.
+_PLAIN_DISPATCH = torch.Tensor.__torch_dispatch__
+
+
+def check_device(device: object) -> None:
+    """Accept every spelling of the CPU; other devices are not served by this version."""
+    if isinstance(device, bool) or not isinstance(device, (str, int, torch.device)):
+        raise OptionError(f"device {device!r} is invalid")
+    try:
+        kind = torch.device(device).type
+    except (RuntimeError, TypeError) as error:
+        raise OptionError(f"device {device} is invalid: {str(error).splitlines()[0]}") from None
+    if kind == "meta":
+        raise OptionError("device meta is invalid", hint="Use get_tensor_meta to know a tensor without reading it")
+    if kind != "cpu":
+        raise UnsupportedError(
+            f"this version loads into host memory, not to device {str(device)!r}",
+            hint='Load with device="cpu" and move the tensors with .to(device)',
+        )
+
+
+def _dtype(dtype: DType) -> torch.dtype:
+    if dtype.torch is None:
+        return torch.uint8
+    found = getattr(torch, dtype.torch, None)
+    if not isinstance(found, torch.dtype):
+        raise UnsupportedError(
+            f"torch {torch.__version__} has no dtype {dtype.torch} for {dtype.code}", hint="Update torch"
+        )
+    return found
+
+
+def empty(dtype: DType, shape: tuple[int, ...], unit: int) -> Allocation:
+    """Allocate a CPU tensor; F4 comes as torch's packed pairs, F6 as its bytes in uint8."""
+    target = _dtype(dtype)
+    if dtype.torch is None and unit > 1:
+        shape = (*shape[:-1], shape[-1] * unit)
+    # The device is named, so that `with torch.device("meta")` and a default device do not redirect it.
+    value = torch.empty(shape, dtype=target, device="cpu")
+    return Allocation(value, Memory(value.data_ptr(), _DLPACK[target], shape, None, _CPU, value))
+
+
+def wrap(array: Any, dtype: DType, shape: tuple[int, ...]) -> torch.Tensor | None:
+    """View mapped bytes as a tensor that keeps them alive."""
+    target = _dtype(dtype)
+    if dtype.torch is None:
+        return torch.from_numpy(array.reshape(shape))
+    return torch.frombuffer(array, dtype=target).reshape(shape)
+
+
+def describe(value: Any) -> Memory | None:
+    """Name the memory of a torch tensor, as ``Tensor.__dlpack__`` would, and check that it may be written."""
+    if not isinstance(value, torch.Tensor):
+        return None
+    if not value.is_cpu:
+        _refuse_device(value)
+    if value.requires_grad:
+        raise DestinationTypeError(
+            "the tensor requires grad, and filling it would bypass autograd", hint="Pass tensor.detach()"
+        )
+    if type(value) is not torch.Tensor and type(value).__torch_dispatch__ != _PLAIN_DISPATCH:
+        raise DestinationTypeError(
+            f"a {type(value).__name__} wraps other tensors and has no memory of its own",
+            hint="Pass the tensors inside it",
+        )
+    try:
+        pointer = value.data_ptr()
+    except RuntimeError as error:  # sparse, quantised and other layouts
+        raise DestinationTypeError(
+            f"a tensor of layout {value.layout} has no memory of its own: {error}", hint="Pass a strided tensor"
+        ) from None
+    shape = tuple(value.shape)  # torch.Size would stay with the garbage collector, which drops plain tuples
+    if not pointer and 0 not in shape:
+        raise DestinationBufferError("the tensor's storage was freed or never allocated", hint="Allocate it first")
+    dtype = _DLPACK.get(value.dtype)
+    if dtype is None:
+        dtype = (_OPAQUE, value.element_size() * 8, 1)
+    if value.is_neg() or (dtype[0] == _COMPLEX and value.is_conj()):
+        raise DestinationBufferError(
+            "the tensor is a lazy negative or conjugate view: its memory is not what it shows",
+            hint="Pass the tensor that it was made from, or tensor.resolve_neg().resolve_conj()",
+        )
+    return Memory(pointer, dtype, shape, None if value.is_contiguous() else value.stride(), _CPU, value)
+
+
+def _refuse_device(value: torch.Tensor) -> NoReturn:
+    if value.device.type == "meta":
+        raise DestinationBufferError(
+            "a meta tensor has no memory", hint='Allocate it first, e.g. module.to_empty(device="cpu")'
+        )
+    raise UnsupportedError(f"this version writes to host memory, not to {value.device}", hint="Pass a CPU tensor")
+
+
+def wrote(values: Iterable[Any]) -> None:
+    """Count a write in each tensor's version, so that autograd notices one that it had saved."""
+    written = [value for value in values if isinstance(value, torch.Tensor)]
+    try:
+        torch.autograd.graph.increment_version(written)
+    except RuntimeError:  # inference tensors keep no version
+        torch.autograd.graph.increment_version([value for value in written if not value.is_inference()])

@@ -1,0 +1,202 @@
+"""The functions that load a checkpoint in one call: into new tensors, into existing memory, into a module."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, Protocol, overload
+
+from dlpack_loader.checkpoint import Source
+from dlpack_loader.errors import DestinationTypeError
+from dlpack_loader.matching import Destinations
+from dlpack_loader.reader import DEFAULT_STAGING_BYTES, Reader, safe_open
+from dlpack_loader.transfer import LoadReport, Pending, Progress
+
+__all__ = ["load_file", "load_into", "load_model"]
+
+
+class _Module(Protocol):
+    def state_dict(self) -> Mapping[str, Any]: ...
+
+
+def load_file(
+    source: Source,
+    framework: str = "pt",
+    device: Any = "cpu",
+    *,
+    backend: str = "auto",
+    stream: object = None,
+    staging_bytes: int = DEFAULT_STAGING_BYTES,
+    threads: int | None = None,
+    progress: Progress | None = None,
+    direct_io: bool | None = None,
+) -> dict[str, Any]:
+    """Load every tensor of a checkpoint.
+
+    The parameters are those of :func:`dlpack_loader.safe_open`.
+
+    Returns
+    -------
+    dict
+        Tensors by name. Each has memory of its own: keeping one keeps nothing else.
+    """
+    with safe_open(
+        source,
+        framework,
+        device,
+        backend=backend,
+        stream=stream,
+        staging_bytes=staging_bytes,
+        threads=threads,
+        progress=progress,
+        direct_io=direct_io,
+    ) as reader:
+        return reader.get_tensors()
+
+
+@overload
+def load_into(
+    source: Source | Reader,
+    destinations: Destinations,
+    *,
+    strict: bool = True,
+    cast: bool = False,
+    stream: object = None,
+    wait: Literal[True] = True,
+    backend: str = "auto",
+    staging_bytes: int = DEFAULT_STAGING_BYTES,
+    threads: int | None = None,
+    progress: Progress | None = None,
+    direct_io: bool | None = None,
+) -> LoadReport: ...
+
+
+@overload
+def load_into(
+    source: Source | Reader,
+    destinations: Destinations,
+    *,
+    strict: bool = True,
+    cast: bool = False,
+    stream: object = None,
+    wait: Literal[False],
+    backend: str = "auto",
+    staging_bytes: int = DEFAULT_STAGING_BYTES,
+    threads: int | None = None,
+    progress: Progress | None = None,
+    direct_io: bool | None = None,
+) -> Pending: ...
+
+
+def load_into(
+    source: Source | Reader,
+    destinations: Destinations,
+    *,
+    strict: bool = True,
+    cast: bool = False,
+    stream: object = None,
+    wait: bool = True,
+    backend: str = "auto",
+    staging_bytes: int = DEFAULT_STAGING_BYTES,
+    threads: int | None = None,
+    progress: Progress | None = None,
+    direct_io: bool | None = None,
+) -> LoadReport | Pending:
+    """Fill memory that exists with the tensors of a checkpoint.
+
+    Every destination is checked against the headers before the first byte is written. Only the bytes of a
+    destination's view are written. On an error while reading, nothing further is read, and the error's ``dirty``
+    names the destinations that may hold a mixture.
+
+    Parameters
+    ----------
+    source
+        What :func:`dlpack_loader.safe_open` opens, or an open Reader, whose own options then count.
+    destinations
+        A mapping from tensor names to a destination (anything with ``__dlpack__``, such as ``model.state_dict()``), a
+        Target or a list of either; or a resolver, a function from an entry to one of these or None.
+    strict
+        Require a tensor for every destination and a destination for every tensor. Two names for one memory count once.
+        A resolver that returns None has declined, which is not an error.
+    cast
+        Allow a destination of another floating-point dtype; values are rounded to nearest even.
+    wait
+        False returns a Pending at once; the destinations are in use until its ``wait`` returns.
+    stream, backend, staging_bytes, threads, progress, direct_io
+        As for :func:`dlpack_loader.safe_open`.
+
+    Raises
+    ------
+    StrictError, DestinationError
+        The destinations do not suit the checkpoint; nothing was written.
+    StorageError
+        Reading failed; see ``dirty``.
+
+    Examples
+    --------
+    >>> import os, tempfile
+    >>> import numpy as np
+    >>> from safetensors.numpy import save_file
+    >>> path = os.path.join(tempfile.mkdtemp(), "model.safetensors")
+    >>> save_file({"weight": np.arange(4, dtype=np.float32)}, path)
+    >>> buffer = np.zeros(4, np.float32)
+    >>> report = load_into(path, {"weight": buffer})
+    >>> report.filled, buffer.tolist()
+    (('weight',), [0.0, 1.0, 2.0, 3.0])
+    """
+    if isinstance(source, Reader):
+        return source.load_into(destinations, strict=strict, cast=cast, stream=stream, wait=wait)
+    reader = safe_open(
+        source,
+        "np",  # makes no tensors
+        backend=backend,
+        staging_bytes=staging_bytes,
+        threads=threads,
+        progress=progress,
+        direct_io=direct_io,
+    )
+    # Not closed here: a pending transfer reads on. The last reference to the reader closes its files.
+    return reader.load_into(destinations, strict=strict, cast=cast, stream=stream, wait=wait)
+
+
+def load_model(
+    module: _Module,
+    source: Source | Reader,
+    *,
+    strict: bool = True,
+    cast: bool = False,
+    stream: object = None,
+    backend: str = "auto",
+    staging_bytes: int = DEFAULT_STAGING_BYTES,
+    threads: int | None = None,
+    progress: Progress | None = None,
+    direct_io: bool | None = None,
+) -> LoadReport:
+    """Fill a module's parameters and buffers in place; no tensor is replaced, so pointers to them stay good.
+
+    Parameters
+    ----------
+    module
+        A ``torch.nn.Module``, or anything whose ``state_dict()`` gives the live tensors by name.
+    strict
+        Require the checkpoint to name exactly the module's tensors; tied weights count once.
+    source, cast, stream, backend, staging_bytes, threads, progress, direct_io
+        As for :func:`load_into`.
+    """
+    state = getattr(module, "state_dict", None)
+    if not callable(state):
+        raise DestinationTypeError(
+            f"{type(module).__name__} has no state_dict()", hint="Pass a torch.nn.Module, or use load_into"
+        )
+    destinations = {name: value for name, value in state().items() if hasattr(value, "__dlpack__")}
+    return load_into(
+        source,
+        destinations,
+        strict=strict,
+        cast=cast,
+        stream=stream,
+        backend=backend,
+        staging_bytes=staging_bytes,
+        threads=threads,
+        progress=progress,
+        direct_io=direct_io,
+    )

@@ -1,0 +1,120 @@
+"""The plan: transfers and bounds become a validated, bounded list of reads. Pure data.
+
+Making a plan does no I/O and touches no device. A plan keeps one small record for each transfer; its reads are made
+one by one when asked for, so a plan is as small for a tensor of a terabyte as for one of a kilobyte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from dlpack_loader.bounds import Bounds
+from dlpack_loader.reads import MAX_SEGMENTS, Gather, Read, Runs, Scatter, Segment, Transfer, strided_reads
+
+__all__ = ["Plan", "PlanTotals"]
+
+
+@dataclass(frozen=True, slots=True)
+class PlanTotals:
+    """A plan in numbers."""
+
+    reads: int
+    """Requests to the storage."""
+    bytes_read: int
+    """Bytes that they ask for."""
+    bytes_written: int
+    """Bytes that land in destinations."""
+    direct_bytes: int
+    """Bytes read straight into destinations."""
+    staged_bytes: int
+    """Bytes read through the staging buffer."""
+    peak_staging: int
+    """Most bytes of staging in use at a time, for all workers together."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The validated, bounded reads that fill a set of destinations."""
+
+    transfers: tuple[Transfer, ...]
+    """In the order of the bytes in the files."""
+    names: tuple[str, ...]
+    """Name of each destination, by number."""
+    bounds: Bounds = field(default_factory=Bounds)
+
+    @classmethod
+    def make(cls, transfers: Iterable[Transfer], names: Iterable[str], bounds: Bounds) -> Plan:
+        """Order the transfers; those without bytes need no read and drop out."""
+        wanted = [transfer for transfer in transfers if transfer.written]
+        wanted.sort(key=lambda transfer: (transfer.file, transfer.offset))
+        return cls(tuple(wanted), tuple(names), bounds)
+
+    def reads(self) -> Iterator[Read]:
+        """Make the reads, in file order, none longer than the bounds allow."""
+        chunk = self.bounds.chunk_bytes
+        file, begin, at = "", 0, -1
+        segments: list[Segment] = []
+        for transfer in self.transfers:
+            if transfer.axes or transfer.cast:
+                yield from strided_reads(transfer, self.bounds)
+                continue
+            offset, rest, done = transfer.offset, transfer.run, 0
+            if segments and (offset != at or transfer.file != file or len(segments) == MAX_SEGMENTS):
+                yield Scatter(file, begin, at - begin, tuple(segments))
+                segments = []
+            if not segments:
+                file, begin = transfer.file, offset
+            while rest:
+                # A long tensor is cut at multiples of the chunk in the file, so that neighbouring reads share no page.
+                limit = begin - begin % chunk + chunk
+                size = min(rest, limit - offset) if limit > offset else 0
+                if size:
+                    segments.append(Segment(transfer.destination, done, size))
+                    offset, rest, done = offset + size, rest - size, done + size
+                if rest:
+                    yield Scatter(file, begin, offset - begin, tuple(segments))
+                    segments, begin = [], offset
+            at = offset
+        if segments:
+            yield Scatter(file, begin, at - begin, tuple(segments))
+
+    @cached_property
+    def totals(self) -> PlanTotals:
+        """Count what the plan will do, by making its reads without performing them."""
+        reads = direct = staged = peak = 0
+        for read in self.reads():
+            reads += read.axis.steps if isinstance(read, Runs) else 1
+            if isinstance(read, Gather):
+                staged += read.nbytes
+                peak = max(peak, read.nbytes)
+            else:
+                direct += read.nbytes
+        written = sum(transfer.written for transfer in self.transfers)
+        workers = min(self.bounds.threads, max(reads, 1))
+        return PlanTotals(reads, direct + staged, written, direct, staged, peak * workers)
+
+    def explain(self) -> str:
+        """Describe what will happen: reads, bytes, what is direct and what is staged, and the peak of staging."""
+        totals = self.totals
+        files = len({transfer.file for transfer in self.transfers})
+        lines = [
+            f"{len(self.transfers)} transfers into {len(self.names)} destinations from {files} file(s)",
+            f"  reads     {totals.reads:,} of up to {self.bounds.chunk_bytes:,} bytes, {self.bounds.threads} at a time",
+            f"  read      {totals.bytes_read:,} bytes for {totals.bytes_written:,} written"
+            + (f" ({totals.bytes_read / totals.bytes_written:.2f} x)" if totals.bytes_written else ""),
+            f"  direct    {totals.direct_bytes:,} bytes, from storage into the destination",
+            f"  staged    {totals.staged_bytes:,} bytes, through host memory of ours: pieces, strides or a cast",
+            f"  staging   {totals.peak_staging:,} bytes at the peak for these, {self.bounds.staging_bytes:,} if files are cold",
+        ]
+        staged = [transfer.name for transfer in self.transfers if self._is_staged(transfer)]
+        if staged:
+            more = f" and {len(staged) - 5} more" if len(staged) > 5 else ""
+            lines.append(f"  staged    {', '.join(staged[:5])}{more}")
+        return "\n".join(lines)
+
+    def _is_staged(self, transfer: Transfer) -> bool:
+        if not transfer.axes and not transfer.cast:
+            return False
+        return isinstance(next(strided_reads(transfer, self.bounds)), Gather)

@@ -1,0 +1,102 @@
+"""Open files of a checkpoint: few descriptors, and certainty that a path still names the file whose header was read."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from dlpack_loader.checkpoint import Shard
+from dlpack_loader.errors import FileChangedError, storage_error
+from dlpack_loader.runtime import host
+
+__all__ = ["Files"]
+
+_MAX_IDLE = 64
+"""Descriptors kept open while nobody reads from them."""
+
+
+@dataclass(slots=True)
+class _Open:
+    fd: int
+    users: int
+
+
+class Files:
+    """Descriptors of a checkpoint's files, opened when first used, shared by threads, closed by ``close``.
+
+    A file that was replaced or rewritten since its header was read is refused: its offsets mean nothing any more.
+    """
+
+    def __init__(self, shards: Mapping[str, Shard]) -> None:
+        self._shards = shards
+        self._open: dict[str, _Open] = {}
+        self._lock = threading.Lock()
+        self._process = os.getpid()
+
+    def shard(self, path: str) -> Shard:
+        """Return the shard of that path."""
+        return self._shards[path]
+
+    @contextmanager
+    def use(self, path: str) -> Iterator[int]:
+        """Lend the descriptor of a file; it is positionless, for ``pread``-like calls."""
+        with self._guard():
+            kept = self._open.get(path)
+            if kept is None:
+                kept = self._open[path] = _Open(self._open_checked(path, os.O_RDONLY), 0)
+            kept.users += 1
+        try:
+            yield kept.fd
+        finally:
+            with self._guard():
+                kept.users -= 1
+                if kept.users == 0 and (len(self._open) > _MAX_IDLE or path not in self._open):
+                    self._open.pop(path, None)
+                    os.close(kept.fd)
+
+    def another(self, path: str, flags: int = 0) -> int:
+        """Open a descriptor of the caller's own, with a file position, readahead and flags of its own."""
+        if host.LINUX:
+            with self.use(path) as fd:
+                try:
+                    # The very same inode, even where the path was renamed or removed meanwhile.
+                    return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC | flags)
+                except FileNotFoundError:
+                    pass  # no /proc here
+        return self._open_checked(path, os.O_RDONLY | flags)
+
+    def close(self) -> None:
+        """Close every descriptor that is not in use; the others are closed by their last user."""
+        with self._guard():
+            kept, self._open = self._open, {}
+            for item in kept.values():
+                if item.users == 0:
+                    os.close(item.fd)
+
+    def __del__(self) -> None:
+        for item in self._open.values():
+            os.close(item.fd)
+        self._open = {}
+
+    def _guard(self) -> threading.Lock:
+        if self._process != os.getpid():  # forked while another thread may have held the lock
+            self._lock = threading.Lock()
+            self._process = os.getpid()
+        return self._lock
+
+    def _open_checked(self, path: str, flags: int) -> int:
+        try:
+            fd = os.open(path, flags | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0))
+        except OSError as error:
+            raise storage_error(error.errno, error.strerror, file=path) from None
+        if Shard.identify(os.fstat(fd)) != self._shards[path].identity:
+            os.close(fd)
+            raise FileChangedError(
+                "the file was replaced or rewritten after its header was read",
+                file=path,
+                hint="Open the checkpoint again",
+            )
+        return fd
