@@ -8,7 +8,8 @@ The files, in the order in which they use one another (a later one uses earlier 
     selection  bounds  reads  plan          what is to be read (pure data)
     dlpack  runtime/  destination           where it goes
     backend/  transfer                      how it gets there
-    framework/  matching  reader  load      the public calls
+    framework/  matching  making            whose memory it is
+    reader  load                            the public calls
     cli                                     people at a terminal
 """
 

@@ -23,7 +23,7 @@ class Bounds:
     chunk_bytes: int = 4 << 20
     """Most bytes of one read."""
     over_read: float = 2.0
-    """Most bytes read for each byte wanted when strided pieces are read as one range."""
+    """Most bytes read for each byte wanted when strided pieces are read as one range; see ``reads`` for tiny ones."""
 
     def __post_init__(self) -> None:
         for name in ("staging_bytes", "threads", "chunk_bytes"):
@@ -34,8 +34,9 @@ class Bounds:
             raise OptionError(f"threads is at most 1024, not {self.threads}")
         if self.chunk_bytes > _MAX_CHUNK:
             raise OptionError(f"chunk_bytes is at most {_MAX_CHUNK:,}, not {self.chunk_bytes:,}")
-        if not self.over_read >= 1:  # not a number either
-            raise OptionError(f"over_read must be at least 1, not {self.over_read!r}")
+        ratio: object = self.over_read
+        if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not ratio >= 1:  # NaN is not either
+            raise OptionError(f"over_read must be a number of at least 1, not {ratio!r}")
 
     @property
     def scratch_bytes(self) -> int:

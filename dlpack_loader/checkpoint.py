@@ -35,6 +35,7 @@ Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 _INDEX_SUFFIX = ".index.json"
 _SUFFIX = ".safetensors"
 _HEADER_THREADS = 8
+_ONE_OWNER = "A tensor belongs to one file: leave out the files of the other checkpoint, or pass an index"
 
 
 class _Index(msgspec.Struct, gc=False):
@@ -220,7 +221,11 @@ def _open_index(path: str) -> Checkpoint:
     for shard in dict.fromkeys(weight_map.values()):
         if _leaves(shard):
             problems.append(
-                CheckpointError(f"the shard path {shard!r} leaves the index's directory, which is refused", file=path)
+                CheckpointError(
+                    f"the shard path {shard!r} leaves the index's directory, which is refused",
+                    file=path,
+                    hint="An index names files beside or below itself",
+                )
             )
         else:
             targets[shard] = os.path.join(folder, shard)
@@ -241,13 +246,15 @@ def _open_index(path: str) -> Checkpoint:
             CheckpointError(
                 f"the index puts {len(names)} tensor(s) in {shard_name} that it does not hold: {_some(names)}",
                 file=targets[shard_name],
+                hint="Index and shard are of different checkpoints, or one of the two is incomplete",
             )
         )
     listed_elsewhere = [
         (name, shard) for shard in shards for name in shard.header if name in home and home[name] is not shard.header
     ]
     problems.extend(
-        CheckpointError("the tensor is in two shards", tensor=name, file=shard.path) for name, shard in listed_elsewhere
+        CheckpointError("the tensor is in two shards", tensor=name, file=shard.path, hint=_ONE_OWNER)
+        for name, shard in listed_elsewhere
     )
     _raise_all(problems, path)
     return Checkpoint(shards, home, path)
@@ -262,7 +269,9 @@ def _open_files(paths: Sequence[str], *, whole: bool) -> Checkpoint:
     for shard in shards:
         if home:
             problems.extend(
-                CheckpointError(f"the tensor is in {home[name].file!r} too", tensor=name, file=shard.path)
+                CheckpointError(
+                    f"the tensor is in {home[name].file!r} too", tensor=name, file=shard.path, hint=_ONE_OWNER
+                )
                 for name in sorted(home.keys() & set(shard.header))
             )
         home.update(dict.fromkeys(shard.header, shard.header))
@@ -284,6 +293,8 @@ def _read_shard(path: str) -> Shard | LoaderError:
     except LoaderError as error:
         if isinstance(error, StorageError) and os.path.isdir(path):
             error.hint = "It is a directory; pass it alone to open the files in it"
+        elif isinstance(error, FileMissingError):
+            error.hint = "The checkpoint is incomplete: download the missing file"
         return error
     return Shard(path, header, stat.st_size, Shard.identify(stat))
 

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from dlpack_loader import dlpack
-from dlpack_loader.dtype import BY_CODE, DTYPES, UINT8, DLDataType, DType, dtype_of_dlpack, uint_of_bits
+from dlpack_loader.dtype import BY_CODE, DTYPES, DLDataType, DType, dtype_of_dlpack, uint_of_bits
 from dlpack_loader.errors import DestinationBufferError, DestinationError, DestinationTypeError, UnsupportedError
 from dlpack_loader.header import Entry
 from dlpack_loader.reads import Transfer
@@ -70,16 +70,13 @@ class Memory(msgspec.Struct, gc=False):
     device: tuple[int, int]
     """DLPack device type and number."""
     owner: object
+    nbytes: int
+    """Bytes of all elements."""
 
     @property
     def itemsize(self) -> int:
         """Bytes of one element."""
         return self.dtype[1] * self.dtype[2] // 8
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all elements."""
-        return prod(self.shape) * self.itemsize
 
     def byte_strides(self) -> tuple[int, ...]:
         """Return the bytes between neighbours, one for each dimension."""
@@ -89,8 +86,8 @@ class Memory(msgspec.Struct, gc=False):
 
     def extent(self) -> tuple[int, int]:
         """Return the first address of the memory and the one after its last."""
-        if self.strides is None or 0 in self.shape:
-            return self.pointer, self.pointer + prod(self.shape) * (self.dtype[1] * self.dtype[2] // 8)
+        if self.strides is None or not self.nbytes:
+            return self.pointer, self.pointer + self.nbytes
         low = high = self.pointer
         for size, stride in zip(self.shape, self.byte_strides(), strict=True):
             reach = (size - 1) * stride
@@ -127,10 +124,11 @@ def memory_of_dlpack(destination: Any) -> Memory:
     strides = capsule.strides
     if strides is not None and _is_compact(capsule.shape, strides):
         strides = None
-    memory = Memory(capsule.pointer, capsule.dtype, capsule.shape, strides, capsule.device, capsule)
-    if not capsule.pointer and memory.nbytes:
+    nbytes = prod(capsule.shape) * capsule.dtype[1] * capsule.dtype[2] // 8
+    if not capsule.pointer and nbytes:
+        capsule.release()
         raise DestinationBufferError("the destination has bytes but no address: a fake or unallocated tensor")
-    return memory
+    return Memory(capsule.pointer, capsule.dtype, capsule.shape, strides, capsule.device, capsule, nbytes)
 
 
 def _is_compact(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
@@ -239,7 +237,7 @@ def _conversion(
     if reinterpret and have == uint_of_bits(bits):
         return None
     other = dtype_of_dlpack(have)
-    if cast and other is not None and want.floating and other.floating and want.group == other.group == 1:
+    if cast and other is not None and _castable(want, other):
         from dlpack_loader.runtime.arrays import numpy_dtype  # NumPy is imported when it is needed
 
         numpy_dtype(want.dlpack)  # says now, before anything is written, when ml_dtypes is missing
@@ -247,8 +245,8 @@ def _conversion(
         return want.dlpack, have
     shown = other.code if other else f"DLPack {have}"
     if cast:
-        hint = "A cast goes between floating-point dtypes of whole bytes only"
-    elif have == uint_of_bits(bits) and have != UINT8:
+        hint = "A cast goes between floating-point dtypes of whole bytes, from F8_E8M0 to wider ones only"
+    elif have == uint_of_bits(bits):
         hint = "To receive the bits as they are, pass Target(destination, reinterpret=True)"
     elif want.floating and other is not None and other.floating:
         hint = "Pass a destination of the checkpoint's dtype, or cast=True"
@@ -259,6 +257,17 @@ def _conversion(
         tensor=entry.name,
         file=entry.file,
         hint=hint,
+    )
+
+
+def _castable(origin: DType, goal: DType) -> bool:
+    """Whether a cast goes there: F8_E8M0 has no sign and no zero, and ml_dtypes converts it to wider dtypes only."""
+    return (
+        origin.floating
+        and goal.floating
+        and origin.group == goal.group == 1
+        and goal.code != "F8_E8M0"
+        and (origin.code != "F8_E8M0" or goal.bits > 8)
     )
 
 
@@ -278,12 +287,11 @@ def check_overlaps(memories: Sequence[Memory], names: Sequence[str]) -> None:
     DestinationBufferError
         Names both.
     """
-    lows: list[int] = []
-    highs: list[int] = []
-    for memory in memories:
-        low, high = memory.extent()
-        lows.append(low)
-        highs.append(high)
+    lows = [memory.pointer for memory in memories]
+    highs = [memory.pointer + memory.nbytes for memory in memories]
+    for k, memory in enumerate(memories):
+        if memory.strides is not None:
+            lows[k], highs[k] = memory.extent()
     reach: list[tuple[int, int]] = []  # destinations whose memory may extend past the one at hand, by last address
     furthest = 0
     for k in sorted(range(len(memories)), key=lows.__getitem__):

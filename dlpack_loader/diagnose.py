@@ -34,17 +34,19 @@ def explain_file(head: bytes, size: int) -> str | None:
     """
     if size == 0:
         return "The file is empty: the download or copy did not happen, get it again"
+    if not head.strip(b"\0"):
+        return "The file begins with zero bytes only: the download or copy was preallocated and never filled"
+    length = int.from_bytes(head[:8], "little")
+    if length + 8 <= size:
+        return None  # a length that can be right: its bytes may look like a magic number by chance
+    if length < 1 << 32 and head[8:9] in (b"{", b" "):
+        return f"The header alone needs {length + 8:,} bytes and the file has {size:,}: it was cut off, get it again"
     for magic, text in _MAGICS:
         if head.startswith(magic):
             return text
     start = head.lstrip(b"\xef\xbb\xbf \t\r\n").lower()
     if start.startswith((b"<!doctype html", b"<html", b"<head", b"<?xml")):
         return "This is a web page saved under the name of a weights file: the download link or login was wrong"
-    if head and not head.strip(b"\0"):
-        return "The file begins with zero bytes only: the download or copy was preallocated and never filled"
     if start.startswith(b"{"):
         return "The file begins with JSON, without the eight length bytes of safetensors: perhaps it is an index"
-    length = int.from_bytes(head[:8], "little")
-    if size >= 9 and head[8:9] in (b"{", b" ") and length + 8 > size:
-        return f"The header alone needs {length + 8:,} bytes and the file has {size:,}: it was cut off, get it again"
     return None

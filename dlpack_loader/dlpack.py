@@ -85,7 +85,7 @@ class Capsule:
     )  # fmt: skip
 
     pointer: int
-    """Address of the first element, ``byte_offset`` applied; 0 only for memory without bytes."""
+    """Address of the first element, ``byte_offset`` applied; 0 for memory without bytes, and for fakes."""
     shape: tuple[int, ...]
     strides: tuple[int, ...] | None
     """In elements; None is C-contiguous."""
@@ -122,9 +122,11 @@ class Capsule:
         tensor = managed.tensor
         if not 0 <= tensor.ndim <= _MAX_NDIM:
             raise DestinationBufferError(f"a DLPack tensor of {tensor.ndim} dimensions")
+        if tensor.ndim and not tensor.shape:
+            raise DestinationBufferError("a DLPack tensor without a shape")
         self.shape = tuple(tensor.shape[: tensor.ndim]) if tensor.ndim else ()
         self.strides = tuple(tensor.strides[: tensor.ndim]) if tensor.ndim and tensor.strides else None
-        self.pointer = (tensor.data or 0) + tensor.byte_offset
+        self.pointer = tensor.data + tensor.byte_offset if tensor.data else 0
         self.dtype = (tensor.dtype.code, tensor.dtype.bits, tensor.dtype.lanes)
         self.device = (tensor.device.type, tensor.device.id)
 

@@ -83,7 +83,7 @@ DTYPES: tuple[DType, ...] = (
 BY_CODE: Mapping[str, DType] = MappingProxyType({dtype.code: dtype for dtype in DTYPES})
 BITS: Mapping[str, int] = MappingProxyType({dtype.code: dtype.bits for dtype in DTYPES})
 _BY_DLPACK: Mapping[DLDataType, DType] = MappingProxyType(
-    {dtype.dlpack: dtype for dtype in DTYPES if not dtype.code.startswith("F6")}
+    {dtype.dlpack: dtype for dtype in DTYPES if not dtype.code.startswith("F6_")}
 )
 
 

@@ -171,7 +171,7 @@ class TensorNotFoundError(_TextKeyError):
 
 
 class StrictError(_TextKeyError):
-    """Strictly loading: destinations without a tensor (``unfilled``), tensors without a destination (``unexpected``)."""
+    """Strict loading: destinations without a tensor (``unfilled``), tensors without a destination (``unexpected``)."""
 
     def __init__(
         self, message: str, *, unfilled: tuple[str, ...] = (), unexpected: tuple[str, ...] = (), **where: Any

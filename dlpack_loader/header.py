@@ -49,9 +49,9 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
 
 
 class _Info(msgspec.Struct, gc=False):
-    # Defaults make `__metadata__` decode as one of these too; a real entry that lacks a field fails `_vouched`.
+    # Defaults make `__metadata__` decode as one of these too; each is one that no real entry passes `_covers` with.
     dtype: str = ""
-    shape: tuple[int, ...] = ()
+    shape: tuple[int, ...] = (_U64,)
     data_offsets: tuple[int, int] = (-1, -1)
 
 
@@ -142,7 +142,6 @@ def read_header(path: str) -> tuple[Header, os.stat_result]:
             except HeaderError as error:
                 file.seek(0)
                 error.hint = error.hint or explain_file(file.read(512), stat.st_size)
-                error.file = path
                 raise
     except OSError as error:
         raise storage_error(error.errno, error.strerror, file=path, hint=_directory_hint(error)) from None
@@ -197,15 +196,19 @@ def _decode(raw: bytes, path: str, data_bytes: int) -> tuple[Mapping[str, _Info]
     try:
         text = None if raw.isascii() else raw.decode()
     except UnicodeDecodeError as error:
-        _refuse("InvalidHeader", f"invalid UTF-8 in header: {error.reason} at byte {error.start}", path)
+        text = f"invalid UTF-8 in header: {error.reason} at byte {error.start}"
+        _refuse("InvalidHeader", text, path, offset=_LENGTH_BYTES + error.start)
     vouched = _vouched(raw, data_bytes)
     if vouched is not None:
         return vouched
-    entries, metadata = parse_strictly(raw.decode() if text is None else text)
-    infos = {name: _Info(*entry) for name, entry in entries.items()}
-    ordered = _in_file_order(infos)
-    _check_layout(ordered, path, data_bytes)
-    return ordered, metadata
+    try:
+        entries, metadata = parse_strictly(raw.decode() if text is None else text)
+    except HeaderError as error:
+        error.file = path
+        raise
+    infos = _in_file_order({name: _Info(*entry) for name, entry in entries.items()})
+    _check_layout(infos, path, _LENGTH_BYTES + len(raw), data_bytes)
+    return infos, metadata
 
 
 def _vouched(raw: bytes, data_bytes: int) -> tuple[Mapping[str, _Info], Mapping[str, str] | None] | None:
@@ -254,37 +257,37 @@ def _covers(infos: Mapping[str, _Info], data_bytes: int) -> bool:
 
 
 def _overflows(shape: tuple[int, ...], bits: int) -> bool:
-    """Whether the product, multiplied from the left in 64 bits as Rust does, overflows."""
+    """Whether a size, or the product multiplied from the left as Rust does, overflows 64 bits."""
     count = 1
     for size in (*shape, bits):
         count *= size
-        if count >= _U64:
+        if count >= _U64 or size >= _U64:
             return True
     return False
 
 
-def _check_layout(infos: Mapping[str, _Info], path: str, data_bytes: int) -> None:
+def _check_layout(infos: Mapping[str, _Info], path: str, start: int, data_bytes: int) -> None:
     """Make the checks of ``Metadata::validate`` and of ``read_metadata`` after it, in their order, with their texts."""
     cursor = 0
     for name, info in infos.items():
         begin, end = info.data_offsets
+        offset = start + begin
         if begin != cursor or end < begin:
-            _refuse("InvalidOffset", f"invalid offset for tensor `{name}`", path, name)
+            _refuse("InvalidOffset", f"invalid offset for tensor `{name}`", path, name, offset)
         cursor = end
         bits = BITS[info.dtype]
         if _overflows(info.shape, bits):
-            _refuse("ValidationOverflow", "overflow computing buffer size from shape and/or element type", path, name)
+            text = "overflow computing buffer size from shape and/or element type"
+            _refuse("ValidationOverflow", text, path, name, offset)
         total = prod(info.shape) * bits
         if total % 8:
-            _refuse(
-                "MisalignedSlice",
+            text = (
                 "The slice is slicing for subbytes dtypes, and the slice does not end up at a byte boundary, "
-                "this is invalid.",
-                path,
-                name,
+                "this is invalid."
             )
+            _refuse("MisalignedSlice", text, path, name, offset)
         if end - begin != total // 8:
-            _refuse("TensorInvalidInfo", "invalid shape, data type, or offset for tensor", path, name)
+            _refuse("TensorInvalidInfo", "invalid shape, data type, or offset for tensor", path, name, offset)
     if cursor != data_bytes:
         short = cursor - data_bytes
         hint = (
@@ -292,7 +295,8 @@ def _check_layout(infos: Mapping[str, _Info], path: str, data_bytes: int) -> Non
             if short > 0
             else f"The file has {-short:,} bytes more than its header says"
         )
-        _refuse("MetadataIncompleteBuffer", "incomplete metadata, file not fully covered", path, hint=hint)
+        text = "incomplete metadata, file not fully covered"
+        _refuse("MetadataIncompleteBuffer", text, path, offset=start + min(cursor, data_bytes), hint=hint)
 
 
 def _directory_hint(error: OSError) -> str | None:
@@ -301,5 +305,7 @@ def _directory_hint(error: OSError) -> str | None:
     return None
 
 
-def _refuse(reason: str, text: str, path: str, tensor: str | None = None, hint: str | None = None) -> NoReturn:
-    raise HeaderError(text, reason=reason, file=path, tensor=tensor, hint=hint)
+def _refuse(
+    reason: str, text: str, path: str, tensor: str | None = None, offset: int | None = None, hint: str | None = None
+) -> NoReturn:
+    raise HeaderError(text, reason=reason, file=path, tensor=tensor, offset=offset, hint=hint)

@@ -17,6 +17,7 @@ object (``EntryForm``: serde's other spellings of a struct, which no writer make
 from __future__ import annotations
 
 import json
+from math import inf
 from typing import Any, NoReturn
 
 from dlpack_loader.dtype import BITS
@@ -58,7 +59,8 @@ def parse_strictly(text: str) -> tuple[dict[str, RawEntry], dict[str, str] | Non
     try:
         root = decoder.decode(text)
     except json.JSONDecodeError as error:
-        _refuse(f"{error.msg} at line {error.lineno} column {error.colno}")
+        offset = 8 + len(error.doc[: error.pos].encode())  # in the file, where eight length bytes come first
+        _refuse(f"{error.msg} at line {error.lineno} column {error.colno}", offset=offset)
     except RecursionError:
         _refuse("recursion limit exceeded")
     _check_tree(root)
@@ -178,10 +180,29 @@ def _integer(digits: str) -> int | _OtherNumber:
     return _float(digits)
 
 
-def _float(digits: str) -> _OtherNumber:
-    if float(digits) in (float("inf"), float("-inf")):
+def _float(number: str) -> _OtherNumber:
+    if _out_of_range(number):
         _refuse("number out of range")
     return _OtherNumber()
+
+
+def _out_of_range(number: str) -> bool:
+    """Whether serde_json's arithmetic overflows a double: a 64-bit significand times a power of ten, rounded twice."""
+    mantissa, _, exponent = number.lstrip("-").lower().partition("e")
+    whole, _, fraction = mantissa.partition(".")
+    significand = 0
+    scale = int(max(-1e9, min(1e9, float(exponent or 0))))  # int() alone refuses thousands of digits
+    for place, digit in enumerate(whole):
+        if significand * 10 + int(digit) >= _U64:
+            scale += len(whole) - place
+            break
+        significand = significand * 10 + int(digit)
+    for digit in fraction:
+        if significand * 10 + int(digit) >= _U64:
+            break
+        significand = significand * 10 + int(digit)
+        scale -= 1
+    return float(significand) * float(f"1e{scale}") == inf  # zero times infinity is not: zero is in range
 
 
 def _constant(name: str) -> NoReturn:
@@ -204,5 +225,6 @@ def _odd_form(name: str, what: str) -> NoReturn:
     )
 
 
-def _refuse(detail: str, *, tensor: str | None = None) -> NoReturn:
-    raise HeaderError(f"invalid JSON in header: {detail}", reason="InvalidHeaderDeserialization", tensor=tensor)
+def _refuse(detail: str, *, tensor: str | None = None, offset: int | None = None) -> NoReturn:
+    text = f"invalid JSON in header: {detail}"
+    raise HeaderError(text, reason="InvalidHeaderDeserialization", tensor=tensor, offset=offset)

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from typing import Any, Literal, Protocol, overload
 
 from dlpack_loader.checkpoint import Source
-from dlpack_loader.errors import DestinationTypeError
+from dlpack_loader.errors import DestinationTypeError, OptionError
 from dlpack_loader.matching import Destinations
+from dlpack_loader.progress import Progress
 from dlpack_loader.reader import DEFAULT_STAGING_BYTES, Reader, safe_open
-from dlpack_loader.transfer import LoadReport, Pending, Progress
+from dlpack_loader.transfer import LoadReport, Pending
 
 __all__ = ["load_file", "load_into", "load_model"]
 
@@ -110,7 +111,7 @@ def load_into(
     Parameters
     ----------
     source
-        What :func:`dlpack_loader.safe_open` opens, or an open Reader, whose own options then count.
+        What :func:`dlpack_loader.safe_open` opens, or an open Reader, which has options of its own.
     destinations
         A mapping from tensor names to a destination (anything with ``__dlpack__``, such as ``model.state_dict()``), a
         Target or a list of either; or a resolver, a function from an entry to one of these or None.
@@ -144,6 +145,9 @@ def load_into(
     (('weight',), [0.0, 1.0, 2.0, 3.0])
     """
     if isinstance(source, Reader):
+        given = (backend, staging_bytes, threads, progress, direct_io)
+        if given != ("auto", DEFAULT_STAGING_BYTES, None, None, None):
+            raise OptionError("a Reader has options of its own", hint="Give them to safe_open")
         return source.load_into(destinations, strict=strict, cast=cast, stream=stream, wait=wait)
     reader = safe_open(
         source,

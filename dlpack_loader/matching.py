@@ -1,21 +1,22 @@
-"""Which destination is filled from which entry: names or a resolver, strictness, aliases, every check before a write."""
+"""Which destination is filled from which entry: names or a resolver, strictness, aliases; checks before any write."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count, repeat
 from typing import Any
 
 import msgspec
 
 from dlpack_loader.checkpoint import Checkpoint
 from dlpack_loader.destination import Memory, Target, check_overlaps, transfer_into
-from dlpack_loader.errors import DestinationError, DestinationTypeError, StrictError, UnsupportedError
+from dlpack_loader.errors import DestinationTypeError, LoaderError, StrictError
 from dlpack_loader.framework import describer
 from dlpack_loader.header import Entry
 from dlpack_loader.reads import Transfer
 
-__all__ = ["Destinations", "Match", "Resolver", "match"]
+__all__ = ["Destinations", "Match", "Resolver", "match", "match_one"]
 
 Resolver = Callable[[Entry], Any]
 """Entry -> a destination, a Target, a list of either, or None to leave the tensor alone."""
@@ -43,43 +44,89 @@ class Match:
 def match(checkpoint: Checkpoint, destinations: Destinations, *, strict: bool, cast: bool) -> Match:
     """Pair destinations with entries and check every pair.
 
-    Two names for one whole memory (tied weights) are one destination: it is filled once, from the first of its names,
-    in sorted order, that the checkpoint has; the others are in ``aliases``.
+    Two names for one whole memory (tied weights) are one destination: it is filled once, from the first of its names
+    that the checkpoint has (in sorted order; in file order with a resolver); the others are in ``aliases``.
 
     Raises
     ------
     StrictError
         ``strict``, and a destination has no tensor or a tensor no destination.
-    DestinationError
-        A destination does not fit its entry, or two overlap.
+    DestinationError, UnsupportedError, SelectionError
+        Destinations do not fit their entries, or two overlap. Of several faults the first is raised; its message names
+        the others.
     """
     result = Match()
-    problems: list[DestinationError] = []
-    describe = describer()
     orphans: list[tuple[str, Any]] = []
-    transfers, names, memories, objects = result.transfers, result.names, result.memories, result.objects
-    for name, entry, item in _pairs(checkpoint, destinations, result):
+    problems = _place(_pair(checkpoint, destinations, result), orphans, result, cast=cast)
+    _adopt_orphans(orphans, result)
+    if strict and (result.unfilled or result.unexpected):
+        raise _strict_error(result, problems)
+    _finish(problems, result)
+    return result
+
+
+def match_one(entry: Entry, destination: Any) -> Match:
+    """Pair one entry with its destination and check the pair; the rest of the checkpoint does not matter."""
+    result = Match()
+    _finish(_place(_Pairs([entry.name], [entry], [destination]), [], result, cast=False), result)
+    return result
+
+
+def _place(pairs: _Pairs, orphans: list[tuple[str, Any]], result: Match, *, cast: bool) -> list[LoaderError]:
+    """Make the transfers of the pairs; return what is wrong with any, and put names without entry into ``orphans``."""
+    describe = describer()
+    if pairs.plain():
+        try:
+            result.memories = list(map(describe, pairs.items))
+            result.transfers = list(
+                map(
+                    transfer_into,
+                    result.memories,
+                    pairs.found,
+                    count(),
+                    pairs.names,
+                    repeat(...),
+                    repeat(False),
+                    repeat(cast),
+                )
+            )
+        except LoaderError:
+            result.memories = []  # once more, one by one, to name every fault
+        else:
+            result.names, result.objects = pairs.names, pairs.items
+            _merge_aliases(set(), result)
+            return []
+    problems: list[LoaderError] = []
+    partial: set[int] = set()
+    for name, entry, item in zip(pairs.names, pairs.found, pairs.items, strict=True):
         if entry is None:
             orphans.append((name, item))
             continue
-        for part in item if isinstance(item, (list, tuple)) else (item,):
-            value, index, reinterpret = part, ..., False
-            if isinstance(part, Target):
-                value, index, reinterpret = part.destination, part.index, part.reinterpret
+        parts = item if isinstance(item, (list, tuple)) else (item,)
+        if not parts:
+            problems.append(DestinationTypeError("the list of destinations is empty", tensor=name))
+        for part in parts:
+            target = part if isinstance(part, Target) else Target(part)
+            number = len(result.memories)
             try:
-                memory = describe(value)
-                transfers.append(transfer_into(memory, entry, len(memories), name, index, reinterpret, cast))
-            except DestinationError as error:
+                memory = describe(target.destination)
+                transfer = transfer_into(memory, entry, number, name, target.index, target.reinterpret, cast)
+            except LoaderError as error:
                 error.tensor = error.tensor or name
                 problems.append(error)
                 continue
-            names.append(name)
-            memories.append(memory)
-            objects.append(value)
-    _merge_aliases(result)
-    _adopt_orphans(orphans, describe, result)
-    if strict and (result.unfilled or result.unexpected):
-        raise _strict_error(result)
+            if target.index is not ...:
+                partial.add(number)
+            result.transfers.append(transfer)
+            result.names.append(name)
+            result.memories.append(memory)
+            result.objects.append(target.destination)
+    _merge_aliases(partial, result)
+    return problems
+
+
+def _finish(problems: list[LoaderError], result: Match) -> None:
+    """Raise what is wrong with any pair, and refuse destinations that overlap."""
     if problems:
         first = problems[0]
         if len(problems) > 1:
@@ -87,35 +134,48 @@ def match(checkpoint: Checkpoint, destinations: Destinations, *, strict: bool, c
             more = f" and {len(problems) - 9} more" if len(problems) > 9 else ""
             first.message += f"; {len(problems)} destinations do not fit, the others are {rest}{more}"
         raise first
-    check_overlaps(memories, names)
-    return result
+    check_overlaps(result.memories, result.names)
 
 
-def _pairs(
-    checkpoint: Checkpoint, destinations: Destinations, result: Match
-) -> Iterable[tuple[str, Entry | None, Any]]:
+@dataclass(frozen=True, slots=True)
+class _Pairs:
+    """Names, what the checkpoint has under them, and what the caller wants filled with it."""
+
+    names: list[str]
+    found: list[Entry | None]
+    items: list[Any]
+
+    def plain(self) -> bool:
+        """Whether every name has an entry and one destination that is no Target: the usual case, gone through fast."""
+        special = any(issubclass(kind, (Target, list, tuple)) for kind in set(map(type, self.items)))
+        return not special and None not in self.found
+
+
+def _pair(checkpoint: Checkpoint, destinations: Destinations, result: Match) -> _Pairs:
     if isinstance(destinations, Mapping):
         result.unexpected.extend(sorted(checkpoint.names() - destinations.keys()))
-        ordered = sorted(destinations)
-        return zip(ordered, checkpoint.find(ordered), map(destinations.__getitem__, ordered), strict=True)
-    if not callable(destinations):
+        names = sorted(destinations)
+        return _Pairs(names, list(checkpoint.find(names)), [destinations[name] for name in names])
+    if hasattr(destinations, "state_dict") or not callable(destinations):  # a module could be called
         raise DestinationTypeError(
             f"destinations are a mapping from names or a resolver, not {type(destinations).__name__}",
             hint="Pass e.g. model.state_dict(), or a function from an entry to its destination",
         )
-    found: list[tuple[str, Entry | None, Any]] = []
+    pairs = _Pairs([], [], [])
     for name in checkpoint.offset_keys():
         entry = checkpoint.entry(name)
         item = destinations(entry)
         if item is None:
             result.declined.append(name)
         else:
-            found.append((name, entry, item))
-    return found
+            pairs.names.append(name)
+            pairs.found.append(entry)
+            pairs.items.append(item)
+    return pairs
 
 
-def _merge_aliases(result: Match) -> None:
-    """Keep one transfer where several fill the same memory from whole entries."""
+def _merge_aliases(partial: set[int], result: Match) -> None:
+    """Keep one transfer where several fill the same memory from whole entries; ``partial`` ones are left alone."""
     memories, names = result.memories, result.names
     if len({memory.pointer for memory in memories}) == len(memories):
         return
@@ -123,7 +183,7 @@ def _merge_aliases(result: Match) -> None:
     kept: list[int] = []
     for number, (transfer, memory) in enumerate(zip(result.transfers, memories, strict=True)):
         # The address of a view without bytes says nothing.
-        twin = first.setdefault(memory.pointer, number) if transfer.written else number
+        twin = first.setdefault(memory.pointer, number) if transfer.written and number not in partial else number
         if twin != number and _identical(memories[twin], memory) and names[twin] != names[number]:
             result.aliases[names[number]] = names[twin]
         else:
@@ -136,10 +196,11 @@ def _merge_aliases(result: Match) -> None:
     result.objects[:] = [result.objects[number] for number in kept]
 
 
-def _adopt_orphans(orphans: Sequence[tuple[str, Any]], describe: Callable[[Any], Memory], result: Match) -> None:
+def _adopt_orphans(orphans: Sequence[tuple[str, Any]], result: Match) -> None:
     """Count a destination without an entry as filled where it is the memory of one that has an entry."""
     if not orphans:
         return
+    describe = describer()
     filled = {
         result.memories[transfer.destination].pointer: transfer.destination
         for transfer in result.transfers
@@ -147,8 +208,8 @@ def _adopt_orphans(orphans: Sequence[tuple[str, Any]], describe: Callable[[Any],
     }
     for name, item in orphans:
         try:
-            memory = describe(item)
-        except (DestinationError, UnsupportedError):
+            memory = describe(item.destination if isinstance(item, Target) else item)
+        except LoaderError:
             result.unfilled.append(name)
             continue
         twin = filled.get(memory.pointer)
@@ -168,12 +229,14 @@ def _identical(one: Memory, other: Memory) -> bool:
     )
 
 
-def _strict_error(result: Match) -> StrictError:
+def _strict_error(result: Match, problems: Sequence[LoaderError]) -> StrictError:
     parts = []
     if result.unfilled:
         parts.append(f"{len(result.unfilled)} destination(s) without a tensor: {_some(result.unfilled)}")
     if result.unexpected:
         parts.append(f"{len(result.unexpected)} tensor(s) without a destination: {_some(result.unexpected)}")
+    if problems:
+        parts.append(f"{len(problems)} destination(s) that do not fit: {_some([str(p.tensor) for p in problems])}")
     return StrictError(
         "destinations and checkpoint do not name the same tensors: " + "; ".join(parts),
         unfilled=tuple(result.unfilled),

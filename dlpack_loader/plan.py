@@ -52,12 +52,15 @@ class Plan:
         return cls(tuple(wanted), tuple(names), bounds)
 
     def reads(self) -> Iterator[Read]:
-        """Make the reads, in file order, none longer than the bounds allow."""
+        """Make the reads, transfer by transfer, none longer than the bounds allow; a unit to be cast is read whole."""
         chunk = self.bounds.chunk_bytes
         file, begin, at = "", 0, -1
         segments: list[Segment] = []
         for transfer in self.transfers:
             if transfer.axes or transfer.cast:
+                if segments:
+                    yield Scatter(file, begin, at - begin, tuple(segments))
+                    segments = []
                 yield from strided_reads(transfer, self.bounds)
                 continue
             offset, rest, done = transfer.offset, transfer.run, 0
@@ -69,7 +72,7 @@ class Plan:
             while rest:
                 # A long tensor is cut at multiples of the chunk in the file, so that neighbouring reads share no page.
                 limit = begin - begin % chunk + chunk
-                size = min(rest, limit - offset) if limit > offset else 0
+                size = min(rest, limit - offset)
                 if size:
                     segments.append(Segment(transfer.destination, done, size))
                     offset, rest, done = offset + size, rest - size, done + size
@@ -83,17 +86,17 @@ class Plan:
     @cached_property
     def totals(self) -> PlanTotals:
         """Count what the plan will do, by making its reads without performing them."""
-        reads = direct = staged = peak = 0
+        reads = gathers = direct = staged = peak = 0
         for read in self.reads():
             reads += read.axis.steps if isinstance(read, Runs) else 1
             if isinstance(read, Gather):
+                gathers += 1
                 staged += read.nbytes
                 peak = max(peak, read.nbytes)
             else:
                 direct += read.nbytes
         written = sum(transfer.written for transfer in self.transfers)
-        workers = min(self.bounds.threads, max(reads, 1))
-        return PlanTotals(reads, direct + staged, written, direct, staged, peak * workers)
+        return PlanTotals(reads, direct + staged, written, direct, staged, peak * min(self.bounds.threads, gathers))
 
     def explain(self) -> str:
         """Describe what will happen: reads, bytes, what is direct and what is staged, and the peak of staging."""
@@ -106,7 +109,7 @@ class Plan:
             + (f" ({totals.bytes_read / totals.bytes_written:.2f} x)" if totals.bytes_written else ""),
             f"  direct    {totals.direct_bytes:,} bytes, from storage into the destination",
             f"  staged    {totals.staged_bytes:,} bytes, through host memory of ours: pieces, strides or a cast",
-            f"  staging   {totals.peak_staging:,} bytes at the peak for these, {self.bounds.staging_bytes:,} if files are cold",
+            f"  staging   {totals.peak_staging:,} bytes at the peak, {self.bounds.staging_bytes:,} if files are cold",
         ]
         staged = [transfer.name for transfer in self.transfers if self._is_staged(transfer)]
         if staged:

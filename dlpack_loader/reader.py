@@ -8,20 +8,23 @@ from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from dlpack_loader.backend import BackendInfo, check_name, mapping_backend, open_backend
+from dlpack_loader.backend import (
+    BackendInfo,
+    check_fills,
+    check_name,
+)
 from dlpack_loader.bounds import Bounds
 from dlpack_loader.checkpoint import Checkpoint, Source, open_checkpoint
-from dlpack_loader.destination import Memory, Target, transfer_into, wanted_shape
-from dlpack_loader.dtype import BY_CODE
-from dlpack_loader.errors import ClosedError, OptionError, UnsupportedError
-from dlpack_loader.framework import Allocation, framework_named, wrote
+from dlpack_loader.destination import Target
+from dlpack_loader.errors import ClosedError, OptionError
+from dlpack_loader.framework import framework_named, wrote
 from dlpack_loader.header import Entry
-from dlpack_loader.matching import Destinations, Match, match
+from dlpack_loader.making import Access, Maker
+from dlpack_loader.matching import Destinations, Match, match, match_one
 from dlpack_loader.plan import Plan
-from dlpack_loader.reads import Transfer
+from dlpack_loader.progress import Progress
 from dlpack_loader.runtime.files import Files
-from dlpack_loader.selection import Selection, select
-from dlpack_loader.transfer import LoadReport, Pending, Progress, run
+from dlpack_loader.transfer import LoadReport, Pending
 
 __all__ = ["Reader", "Slice", "safe_open"]
 
@@ -62,7 +65,7 @@ def safe_open(
     threads
         Readers at the same time; by default twice the CPUs, at most 8.
     progress
-        Called with bytes done and bytes in all, by the calling thread.
+        Called with bytes done and bytes in all, by the calling thread; True shows a bar.
     direct_io
         None: ranges that are not in the page cache are read with O_DIRECT, where the file is on a local disk. False:
         always through the page cache (a second load finds the bytes there). True: on network disks too.
@@ -130,13 +133,11 @@ class Reader:
         direct_io: bool | None,
     ) -> None:
         self._checkpoint: Checkpoint | None = checkpoint
-        self._files = Files({shard.path: shard for shard in checkpoint.shards})
-        self._framework = framework_named(framework)
-        self._bounds = bounds
+        self._access = Access(
+            Files({shard.path: shard for shard in checkpoint.shards}), bounds, progress=progress, direct_io=direct_io
+        )
         self._backend = backend
-        self._progress = progress
-        self._direct_io = direct_io
-        self._mapper = mapping_backend(self._files) if backend in ("auto", "mmap") else None
+        self._maker = Maker(self._access, framework_named(framework), maps=backend in ("auto", "mmap"))
         self._filled: BackendInfo | None = None
 
     # What safetensors.safe_open has
@@ -163,14 +164,14 @@ class Reader:
         StorageError
             It could not be read.
         """
-        return self._make([(self.entry(name), ...)])[0]
+        return self._maker.make([(self.entry(name), ...)])[0]
 
     def get_tensors(self, names: Sequence[str] | None = None) -> dict[str, Any]:
         """Return several tensors, or all of them, read together in the order of the file."""
         wanted = self.keys() if names is None else list(names)
         if isinstance(names, str):
             raise OptionError("names is a sequence of names, not one name", hint="Use get_tensor(name)")
-        return dict(zip(wanted, self._make([(self.entry(name), ...) for name in wanted]), strict=True))
+        return dict(zip(wanted, self._maker.make([(self.entry(name), ...) for name in wanted]), strict=True))
 
     def get_slice(self, name: str) -> Slice:
         """Return a tensor to be indexed: only the bytes of the selection are read."""
@@ -220,19 +221,20 @@ class Reader:
             destination = Target(destination, ... if index is None else index)
         elif index is not ... and index is not None:
             raise OptionError("the Target has an index of its own", tensor=name, hint="Pass one of the two")
-        report = self.load_into({entry.name: destination}, strict=False, stream=stream)
-        assert isinstance(report, LoadReport)
-        return report
+        check_stream(stream)
+        check_fills(self._backend)
+        begin = time.perf_counter()
+        return self._fill(match_one(entry, destination), begin)
 
     def select(self, entry: Entry, index: Any) -> Any:
         """Return the part of an entry that a basic index selects; only its bytes are read."""
         self._opened()
-        return self._make([(entry, index)])[0]
+        return self._maker.make([(entry, index)])[0]
 
     def plan(self, destinations: Destinations, *, strict: bool = True, cast: bool = False) -> Plan:
         """Check destinations and return the reads that would fill them; nothing is read or written."""
         found = match(self._opened(), destinations, strict=strict, cast=cast)
-        return Plan.make(found.transfers, found.names, self._bounds)
+        return Plan.make(found.transfers, found.names, self._access.bounds)
 
     def load_into(
         self,
@@ -245,29 +247,23 @@ class Reader:
     ) -> LoadReport | Pending:
         """Fill destinations; see :func:`dlpack_loader.load_into`."""
         check_stream(stream)
+        check_fills(self._backend)
         begin = time.perf_counter()
         found = match(self._opened(), destinations, strict=strict, cast=cast)
-        plan = Plan.make(found.transfers, found.names, self._bounds)
-        name = "pread" if self._backend == "auto" else self._backend
-        open_backend(name, self._files, (), self._bounds, direct_io=None)  # refuse before a thread is started
-
-        def work() -> LoadReport:
-            return self._fill(plan, found, name, begin)
-
-        return work() if wait else Pending(work)
+        if wait:
+            return self._fill(found, begin)
+        return Pending(lambda: self._fill(found, begin))
 
     def backend_info(self) -> BackendInfo:
         """Say which backend served, and why: the last load into destinations, else the tensors made."""
         if self._filled is not None:
             return self._filled
-        if self._mapper is not None:
-            return self._mapper.info()
-        return BackendInfo("pread", True, "named by the caller; nothing was read yet")
+        return self._maker.info()
 
     def close(self) -> None:
         """Close the files. Closing twice is fine."""
         self._checkpoint = None
-        self._files.close()
+        self._access.files.close()
 
     def __enter__(self) -> Self:
         self._opened()
@@ -284,71 +280,27 @@ class Reader:
             raise ClosedError("File is closed", hint="Open the checkpoint again")
         return checkpoint
 
-    def _fill(self, plan: Plan, found: Match, name: str, begin: float) -> LoadReport:
-        info, direct, staged = self._run(plan, found.memories, name)
-        wrote(found.objects)
-        self._filled = info
+    def _fill(self, found: Match, begin: float) -> LoadReport:
+        plan = Plan.make(found.transfers, found.names, self._access.bounds)
+        try:
+            backend = self._access.perform(plan, found.memories)
+        finally:
+            wrote(found.objects)  # after an error too: some of them were
+        info = self._filled = backend.info()
         return LoadReport(
             filled=tuple(dict.fromkeys(found.names)),
             unfilled=tuple(found.unfilled),
             unexpected=tuple(found.unexpected),
             declined=tuple(found.declined),
             aliases=found.aliases,
-            bytes_read=direct + staged,
+            bytes_read=backend.direct_bytes + backend.staged_bytes,
             bytes_written=sum(transfer.written for transfer in plan.transfers),
-            direct_bytes=direct,
-            staged_bytes=staged,
+            direct_bytes=backend.direct_bytes,
+            staged_bytes=backend.staged_bytes,
             seconds=time.perf_counter() - begin,
             backend=info.name,
             reason=info.reason,
         )
-
-    def _run(self, plan: Plan, memories: Sequence[Memory], name: str) -> tuple[BackendInfo, int, int]:
-        backend = open_backend(name, self._files, memories, self._bounds, direct_io=self._direct_io)
-        run(plan, backend, self._progress)
-        return backend.info(), backend.direct_bytes, backend.staged_bytes
-
-    def _make(self, wanted: Sequence[tuple[Entry, Any]]) -> list[Any]:
-        """Make tensors: mapped where the backend maps, the others read together into fresh memory."""
-        values: list[Any] = []
-        fresh: list[Allocation] = []
-        transfers: list[Transfer] = []
-        for entry, index in wanted:
-            dtype = BY_CODE[entry.dtype]
-            selection = select(index, dtype, entry.shape, tensor=entry.name)
-            if dtype.code == "F4" and entry.shape[-1] % 2:
-                raise UnsupportedError(
-                    f"f4_x2 dtype requires that the last dim be divisible by 2: got {list(entry.shape)}",
-                    tensor=entry.name,
-                    file=entry.file,
-                    hint="Read its bytes with read_into(name, Target(uint8_destination, reinterpret=True))",
-                )
-            value = self._map(entry, selection)
-            if value is not None:
-                values.append(value)
-                continue
-            allocation = self._framework.empty(dtype, selection.shape, selection.unit)
-            transfers.append(transfer_into(allocation.memory, entry, len(fresh), entry.name, index))
-            fresh.append(allocation)
-            values.append(allocation.value)
-        if fresh:
-            plan = Plan.make(transfers, [transfer.name for transfer in transfers], self._bounds)
-            self._run(plan, [allocation.memory for allocation in fresh], "pread")
-            for allocation in fresh:
-                if allocation.finish is not None:
-                    allocation.finish()
-        return values
-
-    def _map(self, entry: Entry, selection: Selection) -> Any | None:
-        """View a contiguous selection of an entry, or return None when it is to be read."""
-        if self._mapper is None or not selection.contiguous:
-            return None
-        dtype = BY_CODE[entry.dtype]
-        itemsize = dtype.dlpack[1] * dtype.dlpack[2] // 8
-        array = self._mapper.view(entry, entry.offset + selection.offset, selection.nbytes, itemsize)
-        if array is None:
-            return None
-        return self._framework.wrap(array, dtype, wanted_shape(dtype, selection))
 
 
 class Slice:

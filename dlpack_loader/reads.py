@@ -9,7 +9,8 @@ Which read serves which part:
     Equal pieces at a constant distance, each read by itself straight into its destination. *Direct*.
 ``Gather``
     One range of the file is read into the staging buffer and copied from there with strides, or with a cast. *Staged*.
-    Used where pieces are small and lie close: at most ``Bounds.over_read`` bytes are read for each byte wanted.
+    Used where pieces are small and lie close: at most ``Bounds.over_read`` bytes are read for each byte wanted, except
+    that pieces under 64 bytes are read together over gaps of up to 1 KiB.
 """
 
 from __future__ import annotations
@@ -26,6 +27,11 @@ __all__ = ["MAX_SEGMENTS", "Axis", "Gather", "Read", "Runs", "Scatter", "Segment
 
 MAX_SEGMENTS = 1024
 """Buffers that one ``preadv`` takes (IOV_MAX on Linux)."""
+
+_TINY_RUN = 64
+_TINY_GAP = 1024
+"""Runs shorter than the one are read together over gaps up to the other, however little of it is wanted: a request
+takes about as long as copying a few KiB."""
 
 _DIRECT_RUN = 1 << 16
 """Contiguous pieces of at least this many bytes are read by themselves rather than through the staging buffer."""
@@ -113,9 +119,13 @@ class Transfer(msgspec.Struct, frozen=True, gc=False):
     written: int = 0
     """Bytes written into the destination."""
 
-    def extent(self) -> int:
-        """Bytes from the first to the last that is wanted."""
-        return self.run + sum(abs(axis.source) * (axis.steps - 1) for axis in self.axes)
+    def extent(self) -> tuple[int, int]:
+        """Return the first offset in the file that is wanted and the one after the last."""
+        low = high = self.offset
+        for axis in self.axes:
+            reach = axis.source * (axis.steps - 1)
+            low, high = low + min(0, reach), high + max(0, reach)
+        return low, high + self.run
 
     @classmethod
     def strided(
@@ -186,7 +196,7 @@ def _cut(
     elif transfer.cast is not None or run < _DIRECT_RUN:
         span = run + sum(abs(axis.source) * (axis.steps - 1) for axis in inner)
         if span <= bound:
-            together = 1 + (bound - span) // abs(first.source) if first.source else first.steps
+            together = 1 + (bound - span) // abs(first.source)
             below = sum(min(0, axis.source * (axis.steps - 1)) for axis in inner)
             for start in range(0, first.steps, together):
                 count = min(together, first.steps - start)
@@ -209,10 +219,15 @@ def _cut(
 
 
 def _dense(axes: tuple[Axis, ...], run: int, over_read: float) -> bool:
-    """Whether reading the gaps along with the runs stays below the over-read allowed, at every level."""
+    """Whether reading the gaps along with the runs is worth it, at every level.
+
+    It is where at most ``over_read`` bytes are read for each byte wanted; and for tiny runs where the gaps are short,
+    since a request of its own for each costs more than the bytes between them.
+    """
     span = wanted = run
     for axis in reversed(axes):
-        if abs(axis.source) > wanted * over_read:
+        through = span + _TINY_GAP if run < _TINY_RUN else 0
+        if abs(axis.source) > max(wanted * over_read, through):
             return False
         span += abs(axis.source) * (axis.steps - 1)
         wanted *= axis.steps

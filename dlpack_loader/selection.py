@@ -86,8 +86,10 @@ def select(index: Any, dtype: DType, shape: tuple[int, ...], *, tensor: str | No
     MisalignedSelectionError
         F4 or F6, and the index cuts a byte or takes the last dimension with a step.
     """
-    items = _expand(index, len(shape), tensor)
     stored = stored_shape(dtype, shape)
+    if index is ...:
+        return Selection(0, stored.shape, byte_strides(stored.shape, stored.unit), stored.unit)
+    items = _expand(index, len(shape), tensor)
     if dtype.group > 1 and shape and shape[-1] % dtype.group:
         for item, size in zip(items, shape, strict=True):
             if not isinstance(item, slice) or _slice(item, size, tensor) != (0, 1, size):
@@ -146,26 +148,33 @@ def _slice(item: slice, size: int, tensor: str | None) -> tuple[int, int, int]:
         raise SelectionError("slice step cannot be zero", tensor=tensor) from None
     except TypeError:
         raise SelectionError(f"slice bounds must be integers or None: {item}", tensor=tensor) from None
-    count = len(range(start, stop, step))
+    count = max(0, -((start - stop) // step))  # len(range(...)) has no room for the sizes that a header may give
     if count <= 1:
         return (start if count else 0), 1, count
     return start, step, count
 
 
 def _integer(item: Any, axis: int, size: int, tensor: str | None) -> int:
-    if isinstance(item, bool) or not hasattr(item, "__index__"):
+    if not _is_integer(item):
         raise SelectionError(
             f"Unsupported slice index at position {axis}: {type(item).__name__}",
             tensor=tensor,
             hint="Use integers, slices and one ellipsis; index the loaded tensor for anything else",
         )
-    try:
-        position = operator.index(item)
-    except TypeError:
-        position = size
+    position = operator.index(item)
     if not -size <= position < size:
         raise SelectionError(f"Invalid index {item} for dimension {axis} of size {size}", tensor=tensor)
     return position % size
+
+
+def _is_integer(item: Any) -> bool:
+    """Whether it picks one position, as in NumPy: arrays of one number and truth values mean something else there."""
+    return (
+        hasattr(item, "__index__")
+        and getattr(item, "shape", ()) == ()
+        and not isinstance(item, bool)
+        and "bool" not in str(getattr(item, "dtype", ""))
+    )
 
 
 def _misaligned(dtype: DType, tensor: str | None) -> NoReturn:

@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from dlpack_loader.backend import Backend
 from dlpack_loader.errors import LoaderError
 from dlpack_loader.plan import Plan
+from dlpack_loader.progress import Progress, reporting
 from dlpack_loader.reads import Read, Scatter
 
-__all__ = ["LoadReport", "Pending", "Progress", "run"]
-
-Progress = Callable[[int, int], object]
-"""Called with the bytes read so far and the bytes to read, by the thread that runs the transfer."""
+__all__ = ["LoadReport", "Pending", "run"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,45 +117,43 @@ class Pending:
         return self._report
 
 
-def run(plan: Plan, backend: Backend, progress: Progress | None = None) -> float:
-    """Perform every read of a plan and return the seconds that it took.
+def run(plan: Plan, backend: Backend, progress: Progress | None = None) -> None:
+    """Perform every read of a plan.
 
     On an error no further read begins, those under way are waited for, and the error names the destinations that may
     be partly written. An exception of ``progress``, or an interrupt, ends the transfer in the same way.
     """
-    begin = time.perf_counter()
     reads = plan.reads()
     first = list(itertools.islice(reads, plan.bounds.threads))
     state = _State(itertools.chain(first, reads))
     helpers: list[threading.Thread] = []
     try:
-        for _ in first[1:]:
-            helper = threading.Thread(target=_help, args=(state, backend), name="dlpack-loader-read")
-            helper.start()
-            helpers.append(helper)
-        total = plan.totals.bytes_read if progress is not None else 0
-        report = None if progress is None else (lambda done: progress(done, total))
-        _work(state, backend, report)
-        for helper in helpers:
-            helper.join()
-        if report is not None and not state.failed:
-            report(state.done)
+        with reporting(progress, lambda: plan.totals.bytes_read) as report:
+            for _ in first[1:]:
+                helper = threading.Thread(target=_help, args=(state, backend), name="dlpack-loader-read")
+                helper.start()
+                helpers.append(helper)
+            _work(state, backend, report)
+            for helper in helpers:
+                helper.join()
+            if report is not None and not state.failed:
+                report(state.done)
     except BaseException as error:
         state.fail(None, error)
     finally:
         state.stopped = True
         for helper in helpers:
             helper.join()
-    if state.failed:
-        cause = state.failed[0]
-        dirty = _dirty(plan, state)
-        if isinstance(cause, LoaderError):
-            cause.dirty = dirty
-            _name_tensor(cause, plan)
-        elif dirty:
-            cause.add_note(f"The transfer was ended early; load again before use: {', '.join(dirty[:8])}")
-        raise cause
-    return time.perf_counter() - begin
+    if not state.failed:
+        return
+    cause = state.failed[0]
+    dirty = _dirty(plan, state)
+    if isinstance(cause, LoaderError):
+        cause.dirty = dirty
+        _name_tensor(cause, plan)
+    elif dirty:
+        cause.add_note(f"The transfer was ended early; load again before use: {', '.join(dirty[:8])}")
+    raise cause
 
 
 @dataclass(slots=True)
@@ -242,7 +237,7 @@ def _name_tensor(error: LoaderError, plan: Plan) -> None:
     """Say which tensor a faulty offset belongs to."""
     if error.tensor is None and error.offset is not None:
         for transfer in plan.transfers:
-            end = transfer.offset + max(transfer.extent(), 1)
-            if transfer.file == error.file and transfer.offset <= error.offset < end:
+            low, high = transfer.extent()
+            if transfer.file == error.file and low <= error.offset < high:
                 error.tensor = transfer.name
                 return

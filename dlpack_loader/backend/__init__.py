@@ -16,26 +16,29 @@ from dlpack_loader.bounds import Bounds
 from dlpack_loader.destination import Memory
 from dlpack_loader.errors import OptionError
 from dlpack_loader.header import Entry
-from dlpack_loader.reads import Read
+from dlpack_loader.reads import Read, Transfer
 from dlpack_loader.runtime.files import Files
 
 __all__ = [
-    "FILLING",
     "NAMES",
+    "SMALL_BYTES",
     "Backend",
     "BackendInfo",
     "Mapper",
     "Worker",
+    "check_fills",
     "check_name",
+    "filling_backend",
+    "is_small",
     "mapping_backend",
-    "open_backend",
+    "read_small",
 ]
 
 NAMES = ("auto", "mmap", "pread")
 """What ``backend=`` takes."""
 
-FILLING = ("pread",)
-"""Those that fill destinations; ``mmap`` makes tensors of its own."""
+SMALL_BYTES = 1 << 20
+"""Reads below this are made through the page cache, whatever is in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,23 +104,34 @@ def mapping_backend(files: Files) -> Mapper:
     return mapper
 
 
-def open_backend(
-    name: str, files: Files, memories: Sequence[Memory], bounds: Bounds, *, direct_io: bool | None
-) -> Backend:
-    """Make the backend that fills destinations.
+def check_fills(name: str) -> None:
+    """Refuse a named backend that can't fill destinations.
 
     Raises
     ------
     OptionError
-        No such backend, or one that does not fill destinations.
+        It makes tensors of its own.
     """
-    if check_name(name) == "auto":
-        name = "pread"
-    if name not in FILLING:
+    if name == "mmap":
         raise OptionError(
-            f"backend {name!r} makes tensors of its own and cannot fill a destination",
+            "backend 'mmap' makes tensors of its own and cannot fill a destination",
             hint='Use backend="pread" or "auto" to fill destinations',
         )
-    module = import_module("dlpack_loader.backend.pread")
-    backend: Backend = module.PreadBackend(files, memories, bounds, direct_io=direct_io)
+
+
+def filling_backend(files: Files, memories: Sequence[Memory], bounds: Bounds, *, direct_io: bool | None) -> Backend:
+    """Make the backend that fills host destinations."""
+    backend: Backend = import_module("dlpack_loader.backend.pread").PreadBackend(
+        files, memories, bounds, direct_io=direct_io
+    )
     return backend
+
+
+def is_small(transfer: Transfer) -> bool:
+    """Whether a transfer is one short read, for which a plan and workers would cost more than it."""
+    return not transfer.axes and transfer.cast is None and 0 < transfer.run < SMALL_BYTES
+
+
+def read_small(files: Files, memory: Memory, transfer: Transfer) -> None:
+    """Perform a transfer that ``is_small`` by the calling thread alone."""
+    import_module("dlpack_loader.backend.pread").read_small(files, memory, transfer)

@@ -8,6 +8,7 @@ the lost part ends the process with SIGBUS, as it does with every mapped file. `
 from __future__ import annotations
 
 import errno
+import threading
 from typing import Any
 
 from dlpack_loader.backend import BackendInfo
@@ -28,12 +29,12 @@ _ALIGNMENT = 8
 
 
 class MmapBackend:
-    """Makes tensors over mapped pages, and counts the ones that had to be copied instead."""
+    """Makes tensors over mapped pages, and counts those that were read instead."""
 
     def __init__(self, files: Files) -> None:
         self._files = files
-        self.mapped = 0
-        self.copied: dict[str, int] = {}
+        self._lock = threading.Lock()
+        self._copies: dict[str, int] = {}
 
     def view(self, entry: Entry, offset: int, nbytes: int, itemsize: int) -> Any | None:
         """Map a range of an entry, or return None when it is to be read into fresh memory.
@@ -69,18 +70,19 @@ class MmapBackend:
                 if error.errno not in (errno.ENODEV, errno.ENOMEM, errno.EACCES, errno.EPERM):
                     raise storage_error(error.errno, error.strerror, file=entry.file, tensor=entry.name) from None
                 return self._copied(f"could not be mapped ({error.strerror})")
-        self.mapped += 1
         return array
 
     def info(self) -> BackendInfo:
         """Say what is mapped and what was copied, and why."""
         reason = "tensors on the CPU are views of private mappings"
-        if self.copied:
-            reason += "; read into memory of their own: " + ", ".join(
-                f"{count} that {why}" for why, count in self.copied.items()
-            )
-        return BackendInfo("mmap", not self.copied, reason)
+        with self._lock:
+            copies = dict(self._copies)
+        if copies:
+            counted = (f"{count} that {why}" for why, count in copies.items())
+            reason += f"; read into memory of their own: {', '.join(counted)}"
+        return BackendInfo("mmap", True, reason)
 
     def _copied(self, why: str) -> Any | None:
-        self.copied[why] = self.copied.get(why, 0) + 1
+        with self._lock:
+            self._copies[why] = self._copies.get(why, 0) + 1
         return None

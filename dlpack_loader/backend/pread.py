@@ -15,19 +15,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
-from dlpack_loader.backend import BackendInfo
+from dlpack_loader.backend import SMALL_BYTES, BackendInfo
 from dlpack_loader.bounds import Bounds
 from dlpack_loader.destination import Memory
 from dlpack_loader.errors import StorageError, TruncatedError, storage_error
-from dlpack_loader.reads import Gather, Read, Runs, Scatter
+from dlpack_loader.reads import Gather, Read, Runs, Scatter, Transfer
 from dlpack_loader.runtime import host
 from dlpack_loader.runtime.arrays import copy_strided
 from dlpack_loader.runtime.files import Files
 
-__all__ = ["PreadBackend"]
-
-_DIRECT_MIN = 1 << 20
-"""Smaller reads always go through the page cache."""
+__all__ = ["PreadBackend", "read_small"]
 
 _O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 
@@ -63,7 +60,7 @@ class PreadBackend:
         """Whether large cold ranges of that file are to be read with O_DIRECT."""
         if self.direct_io is False or not _O_DIRECT or not host.LINUX or path in self.refused:
             return False
-        if self.bounds.scratch_bytes < _DIRECT_MIN + 2 * host.ALIGNMENT:
+        if self.bounds.scratch_bytes < SMALL_BYTES + 2 * host.ALIGNMENT:
             return False
         # Without a block device behind it (network, memory, FUSE), caching is the file system's own business.
         return self.direct_io is True or os.major(self.files.shard(path).identity[0]) != 0
@@ -165,21 +162,13 @@ class _Worker:
     def _exactly(self, offset: int, pieces: host.Vector, nbytes: int) -> None:
         got = host.read_at(self._fd, offset, pieces, nbytes)
         if got < nbytes:
-            self._truncated(offset + got)
-
-    def _truncated(self, offset: int) -> NoReturn:
-        raise TruncatedError(
-            "the file ends before the bytes that its header promises",
-            file=self._path,
-            offset=offset,
-            hint="It was cut off while it was being read; get it again",
-        )
+            _truncated(self._path, offset + got)
 
     def _is_cold(self, read: Scatter | Gather) -> bool:
-        """Whether to read around the page cache: large, allowed, and neither its ends nor its middle resident."""
-        if read.nbytes < _DIRECT_MIN or not self._backend.wants_direct_io(self._path):
+        """Whether to read around the page cache: large, allowed, and its second half not resident."""
+        if read.nbytes < SMALL_BYTES or not self._backend.wants_direct_io(self._path):
             return False
-        probes = (read.offset, read.offset + read.nbytes // 2, read.offset + read.nbytes - 1)
+        probes = (read.offset + part * (read.nbytes - 1) // 4 for part in (2, 3, 4))
         return all(host.is_resident(self._fd, probe) is False for probe in probes)
 
     def _load_uncached(self, at: int, end: int) -> tuple[int, int]:
@@ -200,8 +189,40 @@ class _Worker:
         else:
             self.uncached_bytes += wanted
         if got < wanted:
-            self._truncated(start + got)
+            _truncated(self._path, start + got)
         return address + (at - start), wanted - (at - start)
+
+
+def read_small(files: Files, memory: Memory, transfer: Transfer) -> None:
+    """Perform a small contiguous transfer by the calling thread alone, through the page cache.
+
+    Raises
+    ------
+    StorageError
+        As for a worker's reads; the memory may have been written in part.
+    """
+    nbytes, path = transfer.run, transfer.file
+    try:
+        with files.use(path) as fd:
+            got = host.read_at(fd, transfer.offset, host.vector(memory.pointer, nbytes), nbytes)
+    except OSError as error:
+        if isinstance(error, StorageError):
+            raise
+        raise storage_error(
+            error.errno, error.strerror, file=path, tensor=transfer.name, offset=transfer.offset
+        ) from error
+    if got < nbytes:
+        _truncated(path, transfer.offset + got, transfer.name)
+
+
+def _truncated(path: str, offset: int, tensor: str | None = None) -> NoReturn:
+    raise TruncatedError(
+        "the file ends before the bytes that its header promises",
+        file=path,
+        tensor=tensor,
+        offset=offset,
+        hint="It was cut off while it was being read; get it again",
+    )
 
 
 def _spread(source: int, nbytes: int, pieces: host.Vector) -> host.Vector:

@@ -74,9 +74,9 @@ def framework_named(name: object) -> Framework:
     try:
         module: Any = import_module(f"dlpack_loader.framework.{_ALIASES[name]}")
     except ImportError as error:
+        package = error.name or _ALIASES[name]
         raise MissingDependencyError(
-            f"framework {name!r} needs the package {error.name}, which is not installed",
-            hint=f"pip install {error.name}",
+            f"framework {name!r} needs the package {package}, which is not installed", hint=f"pip install {package}"
         ) from error
     framework: Framework = module
     return framework
@@ -88,11 +88,11 @@ def describer() -> Callable[[Any], Memory]:
     Tensors of frameworks that the process has imported are asked for their address, which takes a tenth of an export
     and checks more; everything else goes through DLPack. Make a new one for each load: it knows what is imported now.
     """
-    frameworks = _loaded()
+    describers = [framework.describe for framework in _loaded()]
 
     def describe(destination: Any) -> Memory:
-        for framework in frameworks:
-            memory = framework.describe(destination)
+        for named in describers:
+            memory = named(destination)
             if memory is not None:
                 return memory
         return memory_of_dlpack(destination)
@@ -109,4 +109,4 @@ def wrote(destinations: Iterable[Any]) -> None:
 
 def _loaded() -> list[Framework]:
     """Frameworks that the process has imported: an object of any other can't exist."""
-    return [framework_named(name) for name in ("torch", "numpy") if name in sys.modules]
+    return [framework_named(name) for name in ("torch", "numpy") if sys.modules.get(name) is not None]

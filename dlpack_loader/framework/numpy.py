@@ -19,8 +19,7 @@ __all__ = ["check_device", "describe", "empty", "wrap", "wrote"]
 _CPU = (1, 0)
 _UNPACK_BYTES = 1 << 20
 _BY_NAME: dict[str, DLDataType] = {d.numpy: d.dlpack for d in DTYPES if d.numpy is not None and d.code != "F4"} | {
-    "complex128": (5, 128, 1),
-    "longdouble": (2, 128, 1),
+    "complex128": (5, 128, 1)
 }
 _OPAQUE = 3  # kDLOpaqueHandle: a dtype that equals none of the format's
 
@@ -34,14 +33,14 @@ def check_device(device: object) -> None:
 
 def empty(dtype: DType, shape: tuple[int, ...], unit: int) -> Allocation:
     """Allocate an array; F6 comes as its bytes in uint8, F4 with one element in each byte, as ml_dtypes has it."""
-    if dtype.code == "F4" and unit == dtype.group_bytes:
+    if dtype.code == "F4":
         return _empty_f4(dtype, shape)
     if dtype.numpy is None:
         shape = (*shape[:-1], shape[-1] * unit) if shape else shape
         value = np.empty(shape, np.uint8)
-        return Allocation(value, Memory(_address(value), UINT8, shape, None, _CPU, value))
+        return Allocation(value, Memory(_address(value), UINT8, shape, None, _CPU, value, value.nbytes))
     value = np.empty(shape, numpy_dtype(dtype.dlpack))
-    return Allocation(value, Memory(_address(value), dtype.dlpack, shape, None, _CPU, value))
+    return Allocation(value, Memory(_address(value), dtype.dlpack, shape, None, _CPU, value, value.nbytes))
 
 
 def _empty_f4(dtype: DType, shape: tuple[int, ...]) -> Allocation:
@@ -49,7 +48,7 @@ def _empty_f4(dtype: DType, shape: tuple[int, ...]) -> Allocation:
     value = np.empty((*shape[:-1], shape[-1] * 2), numpy_dtype(dtype.dlpack))
     flat = value.reshape(-1).view(np.uint8)
     packed = flat[flat.size // 2 :]
-    memory = Memory(_address(packed), dtype.dlpack, shape, None, _CPU, value)
+    memory = Memory(_address(packed), dtype.dlpack, shape, None, _CPU, value, packed.nbytes)
     return Allocation(value, memory, partial(_unpack_f4, flat, packed))
 
 
@@ -85,13 +84,17 @@ def describe(value: Any) -> Memory | None:
             "ml_dtypes' float4_e2m1fn keeps one element in a byte, and F4 is packed by two",
             hint="Read with get_tensor, or pass its bytes as Target(uint8_array, reinterpret=True)",
         )
-    triple = _BY_NAME.get(dtype.name) if dtype.isnative else None
+    if not dtype.isnative:
+        raise DestinationTypeError(
+            "the array's byte order is not this machine's", hint="Pass an array of dtype.newbyteorder('=')"
+        )
     strides: tuple[int, ...] | None = None
     if not value.flags.c_contiguous:
         if any(stride % dtype.itemsize for stride in value.strides):
             raise DestinationBufferError("the array's strides are not multiples of its itemsize")
         strides = tuple(stride // dtype.itemsize for stride in value.strides)
-    return Memory(_address(value), triple or (_OPAQUE, dtype.itemsize * 8 % 256, 1), value.shape, strides, _CPU, value)
+    triple = _BY_NAME.get(dtype.name) or (_OPAQUE, dtype.itemsize * 8 % 256, 1)
+    return Memory(_address(value), triple, value.shape, strides, _CPU, value, value.nbytes)
 
 
 def wrote(values: Iterable[Any]) -> None:

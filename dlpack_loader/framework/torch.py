@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from types import MappingProxyType
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import torch
@@ -17,10 +16,9 @@ __all__ = ["check_device", "describe", "empty", "wrap", "wrote"]
 
 _CPU = (1, 0)
 
-_DLPACK: Mapping[torch.dtype, DLDataType] = MappingProxyType(
-    {getattr(torch, d.torch): d.dlpack for d in DTYPES if d.torch and hasattr(torch, d.torch)}
-    | {torch.complex128: (5, 128, 1), torch.complex32: (5, 32, 1)}
-)
+_DLPACK: dict[torch.dtype, DLDataType] = {
+    getattr(torch, d.torch): d.dlpack for d in DTYPES if d.torch and hasattr(torch, d.torch)
+} | {torch.complex128: (5, 128, 1), torch.complex32: (5, 32, 1)}
 _COMPLEX = 5  # kDLComplex: the only dtypes that can be conjugate views
 _OPAQUE = 3  # kDLOpaqueHandle: a dtype that equals none of the format's
 
@@ -33,7 +31,7 @@ def check_device(device: object) -> None:
     if isinstance(device, bool) or not isinstance(device, (str, int, torch.device)):
         raise OptionError(f"device {device!r} is invalid")
     try:
-        kind = torch.device(device).type
+        kind = "accelerator" if isinstance(device, int) else torch.device(device).type
     except (RuntimeError, TypeError) as error:
         raise OptionError(f"device {device} is invalid: {str(error).splitlines()[0]}") from None
     if kind == "meta":
@@ -63,15 +61,22 @@ def empty(dtype: DType, shape: tuple[int, ...], unit: int) -> Allocation:
         shape = (*shape[:-1], shape[-1] * unit)
     # The device is named, so that `with torch.device("meta")` and a default device do not redirect it.
     value = torch.empty(shape, dtype=target, device="cpu")
-    return Allocation(value, Memory(value.data_ptr(), _DLPACK[target], shape, None, _CPU, value))
+    if type(value) is not torch.Tensor:
+        _refuse_mode(type(value).__name__)
+    return Allocation(value, Memory(value.data_ptr(), _DLPACK[target], shape, None, _CPU, value, value.nbytes))
 
 
 def wrap(array: Any, dtype: DType, shape: tuple[int, ...]) -> torch.Tensor | None:
     """View mapped bytes as a tensor that keeps them alive."""
     target = _dtype(dtype)
-    if dtype.torch is None:
-        return torch.from_numpy(array.reshape(shape))
-    return torch.frombuffer(array, dtype=target).reshape(shape)
+    try:
+        return torch.frombuffer(array, dtype=target).reshape(shape)
+    except AssertionError:  # what FakeTensorMode says of memory that is real
+        _refuse_mode("FakeTensor")
+
+
+def _refuse_mode(kind: str) -> NoReturn:
+    raise UnsupportedError(f"torch makes a {kind} here, which has no memory", hint="Leave the FakeTensorMode first")
 
 
 def describe(value: Any) -> Memory | None:
@@ -90,23 +95,31 @@ def describe(value: Any) -> Memory | None:
             hint="Pass the tensors inside it",
         )
     try:
-        pointer = value.data_ptr()
-    except RuntimeError as error:  # sparse, quantised and other layouts
+        pointer, stored = value.data_ptr(), value.untyped_storage().nbytes()
+        shape = tuple(value.shape)  # torch.Size would stay with the garbage collector, which drops plain tuples
+    except RuntimeError as error:  # sparse, nested and other layouts
         raise DestinationTypeError(
             f"a tensor of layout {value.layout} has no memory of its own: {error}", hint="Pass a strided tensor"
         ) from None
-    shape = tuple(value.shape)  # torch.Size would stay with the garbage collector, which drops plain tuples
-    if not pointer and 0 not in shape:
-        raise DestinationBufferError("the tensor's storage was freed or never allocated", hint="Allocate it first")
     dtype = _DLPACK.get(value.dtype)
     if dtype is None:
         dtype = (_OPAQUE, value.element_size() * 8, 1)
+    offset, nbytes, strides = value.storage_offset(), value.nbytes, None
+    needed = nbytes
+    if not value.is_contiguous():
+        strides = value.stride()
+        reach = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+        needed = nbytes and value.itemsize * (1 + reach)
+    if needed and (not pointer or needed + (offset and offset * value.itemsize) > stored):
+        raise DestinationBufferError(
+            "the tensor's storage was freed, shrunk or never allocated", hint="Allocate it first"
+        )
     if value.is_neg() or (dtype[0] == _COMPLEX and value.is_conj()):
         raise DestinationBufferError(
             "the tensor is a lazy negative or conjugate view: its memory is not what it shows",
             hint="Pass the tensor that it was made from, or tensor.resolve_neg().resolve_conj()",
         )
-    return Memory(pointer, dtype, shape, None if value.is_contiguous() else value.stride(), _CPU, value)
+    return Memory(pointer, dtype, shape, strides, _CPU, value, nbytes)
 
 
 def _refuse_device(value: torch.Tensor) -> NoReturn:
@@ -119,8 +132,10 @@ def _refuse_device(value: torch.Tensor) -> NoReturn:
 
 def wrote(values: Iterable[Any]) -> None:
     """Count a write in each tensor's version, so that autograd notices one that it had saved."""
+    # Inference tensors keep no version; torch passes over them.
     written = [value for value in values if isinstance(value, torch.Tensor)]
     try:
         torch.autograd.graph.increment_version(written)
-    except RuntimeError:  # inference tensors keep no version
-        torch.autograd.graph.increment_version([value for value in written if not value.is_inference()])
+    except (RuntimeError, TypeError):  # older releases take one tensor at a time
+        for value in written:
+            torch.autograd.graph.increment_version(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Iterator, Mapping
@@ -35,6 +36,7 @@ class Files:
         self._open: dict[str, _Open] = {}
         self._lock = threading.Lock()
         self._process = os.getpid()
+        self._closed = False
 
     def shard(self, path: str) -> Shard:
         """Return the shard of that path."""
@@ -42,7 +44,14 @@ class Files:
 
     @contextmanager
     def use(self, path: str) -> Iterator[int]:
-        """Lend the descriptor of a file; it is positionless, for ``pread``-like calls."""
+        """Lend a descriptor of a file for positioned reads; where these move a position, it is the caller's own."""
+        if not host.LINUX:
+            fd = self._open_checked(path, os.O_RDONLY)
+            try:
+                yield fd
+            finally:
+                os.close(fd)
+            return
         with self._guard():
             kept = self._open.get(path)
             if kept is None:
@@ -53,8 +62,10 @@ class Files:
         finally:
             with self._guard():
                 kept.users -= 1
-                if kept.users == 0 and (len(self._open) > _MAX_IDLE or path not in self._open):
-                    self._open.pop(path, None)
+                current = self._open.get(path) is kept
+                if kept.users == 0 and (self._closed or not current or len(self._open) > _MAX_IDLE):
+                    if current:
+                        del self._open[path]
                     os.close(kept.fd)
 
     def another(self, path: str, flags: int = 0) -> int:
@@ -69,17 +80,20 @@ class Files:
         return self._open_checked(path, os.O_RDONLY | flags)
 
     def close(self) -> None:
-        """Close every descriptor that is not in use; the others are closed by their last user."""
+        """Close every descriptor that is not in use; the others are closed by their last user.
+
+        A transfer that is under way may still open files; each is closed right after its use.
+        """
         with self._guard():
+            self._closed = True
             kept, self._open = self._open, {}
             for item in kept.values():
                 if item.users == 0:
                     os.close(item.fd)
 
     def __del__(self) -> None:
-        for item in self._open.values():
-            os.close(item.fd)
-        self._open = {}
+        with contextlib.suppress(Exception):  # the interpreter may be half gone
+            self.close()
 
     def _guard(self) -> threading.Lock:
         if self._process != os.getpid():  # forked while another thread may have held the lock
