@@ -2,6 +2,9 @@
 PYTHON ?= python3
 ENVS := .venv
 CONSTRAINTS := tests/constraints.txt
+# The vendors' own bindings and libraries, without what they would pull: they run over an emulated driver in the tests.
+VENDORS := cuda-bindings cuda-pathfinder kvikio-cu13 libkvikio-cu13 rapids-logger nvidia-cufile \
+	rocm-bindings-core rocm-bindings-hip
 
 .PHONY: demo test lint types docs format compat fuzz soak bench wheel clean
 
@@ -9,7 +12,7 @@ demo: $(ENVS)/demo/ready  ## show a real checkpoint and load it into existing te
 	$(ENVS)/demo/bin/python tests/demo.py
 
 test: $(ENVS)/test/ready  ## the tests
-	$(ENVS)/test/bin/python -m pytest
+	EMULATION_CACHE="$(CURDIR)/$(ENVS)/test/emulation" $(ENVS)/test/bin/python -m pytest
 
 docs: $(ENVS)/test/ready  ## the examples in docstrings and in the README
 	$(ENVS)/test/bin/python -m pytest dlpack_loader tests/test_readme.py
@@ -52,6 +55,9 @@ $(ENVS)/test/ready: pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv --clear $(ENVS)/test
 	$(ENVS)/test/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
 	$(ENVS)/test/bin/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable . --group test
+	$(ENVS)/test/bin/python -m pip install --quiet --constraint $(CONSTRAINTS) --no-deps $(VENDORS)
+	ROCM_PATH=$$($(ENVS)/test/bin/python -m tests.emulation "$(CURDIR)/$(ENVS)/test/emulation") && export ROCM_PATH && \
+	$(ENVS)/test/bin/python -m pip install --quiet --constraint $(CONSTRAINTS) --no-deps --pre hipfile
 	touch $@
 
 $(ENVS)/lint/ready: pyproject.toml $(CONSTRAINTS)
