@@ -25,7 +25,7 @@ from dlpack_loader.errors import (
     UnsupportedError,
     storage_error,
 )
-from dlpack_loader.header import Entry, Header, read_header
+from dlpack_loader.header import Entry, Header, open_regular, read_header
 
 __all__ = ["Checkpoint", "Shard", "Source", "open_checkpoint"]
 
@@ -35,6 +35,7 @@ Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 _INDEX_SUFFIX = ".index.json"
 _SUFFIX = ".safetensors"
 _HEADER_THREADS = 8
+_MOST_GUESSES = 500  # names among which a near one is looked for; it takes 50 us for each
 _ONE_OWNER = "A tensor belongs to one file: leave out the files of the other checkpoint, or pass an index"
 
 
@@ -125,7 +126,7 @@ class Checkpoint:
     def _near(self, name: str) -> str | None:
         from difflib import get_close_matches
 
-        near = get_close_matches(name, self._home, n=1) if len(self._home) <= 20_000 else []
+        near = get_close_matches(name, self._home, n=1) if len(self._home) <= _MOST_GUESSES else []
         return f"Did you mean {near[0]!r}?" if near else None
 
 
@@ -167,6 +168,10 @@ def _path(item: object) -> str:
         item = os.fspath(item)
     if not isinstance(item, str) or not item or "\0" in item:
         raise SourceError(f"not a path: {item!r}")
+    try:
+        os.fsencode(item)
+    except UnicodeEncodeError:
+        raise SourceError(f"not a path that this system can have: {item!r}") from None
     scheme, separator, _ = item.partition("://")
     if separator and scheme.isalnum() and not os.path.exists(item):
         raise UnsupportedError(
@@ -194,6 +199,7 @@ def _open_directory(path: str) -> Checkpoint:
         names = sorted(os.listdir(path))
     except OSError as error:
         raise storage_error(error.errno, error.strerror, file=path) from None
+    names = [name for name in names if not name.startswith(".")]  # such as a Mac's "._model.safetensors"
     indexes = [name for name in names if name.endswith(_SUFFIX + _INDEX_SUFFIX)]
     if len(indexes) > 1:
         raise SourceError(
@@ -209,11 +215,11 @@ def _open_directory(path: str) -> Checkpoint:
 
 def _open_index(path: str) -> Checkpoint:
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             weight_map = msgspec.json.decode(file.read(), type=_Index).weight_map
     except OSError as error:
         raise storage_error(error.errno, error.strerror, file=path) from None
-    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointError(f"not an index with a weight_map: {error}", file=path) from None
     folder = os.path.dirname(path)
     problems: list[LoaderError] = []
@@ -228,8 +234,8 @@ def _open_index(path: str) -> Checkpoint:
                 )
             )
         else:
-            targets[shard] = os.path.join(folder, shard)
-    shards = _read_shards(targets.values(), problems)
+            targets[shard] = os.path.normpath(os.path.join(folder, shard))
+    shards = _read_shards(targets.values(), problems, once=False)
     by_path = {shard.path: shard for shard in shards}
     home: dict[str, Header] = {}
     lacking: dict[str, list[str]] = {}
@@ -262,7 +268,7 @@ def _open_index(path: str) -> Checkpoint:
 
 def _open_files(paths: Sequence[str], *, whole: bool) -> Checkpoint:
     problems: list[LoaderError] = []
-    shards = _read_shards(paths, problems)
+    shards = _read_shards(paths, problems, once=True)
     if whole and problems:
         raise problems[0]
     home: dict[str, Header] = {}
@@ -279,12 +285,16 @@ def _open_files(paths: Sequence[str], *, whole: bool) -> Checkpoint:
     return Checkpoint(shards, home, None)
 
 
-def _read_shards(paths: Iterable[str], problems: list[LoaderError]) -> tuple[Shard, ...]:
-    """Read every header, several at a time (a network disk answers slowly); faults go to ``problems``."""
+def _read_shards(paths: Iterable[str], problems: list[LoaderError], *, once: bool) -> tuple[Shard, ...]:
+    """Read every header, several at a time (a network disk answers slowly); faults go to ``problems``.
+
+    With ``once``, a file that is given by several paths counts once.
+    """
     ordered = sorted(set(paths))
     outcomes = _map(_read_shard, ordered)
     problems.extend(outcome for outcome in outcomes if isinstance(outcome, LoaderError))
-    return tuple(outcome for outcome in outcomes if isinstance(outcome, Shard))
+    shards = (outcome for outcome in outcomes if isinstance(outcome, Shard))
+    return tuple({shard.identity[:2]: shard for shard in shards}.values()) if once else tuple(shards)
 
 
 def _read_shard(path: str) -> Shard | LoaderError:

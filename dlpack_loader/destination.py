@@ -20,14 +20,17 @@ from dlpack_loader.dtype import BY_CODE, DTYPES, DLDataType, DType, dtype_of_dlp
 from dlpack_loader.errors import DestinationBufferError, DestinationError, DestinationTypeError, UnsupportedError
 from dlpack_loader.header import Entry
 from dlpack_loader.reads import Transfer
+from dlpack_loader.runtime.device import CUDA, CUDA_MANAGED, ROCM
 from dlpack_loader.selection import Selection, Stored, byte_strides, select
+from dlpack_loader.stream import Streams
 
 __all__ = ["Memory", "Target", "check_overlaps", "memory_of_dlpack", "transfer_into", "wanted_shape"]
 
 _CPU = (1, 0)
 _HOST_DEVICES = (1, 3, 11)  # kDLCPU, kDLCUDAHost, kDLROCMHost
 _WHOLE = MappingProxyType({dtype.code: dtype.dlpack for dtype in DTYPES if dtype.group == 1})
-_DEVICE_NAMES = {2: "cuda", 8: "metal", 10: "rocm", 13: "cuda managed", 14: "oneapi"}
+_SERVED_DEVICES = (CUDA, CUDA_MANAGED, ROCM)
+_DEVICE_NAMES = {8: "Metal", 14: "oneAPI"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +81,11 @@ class Memory(msgspec.Struct, gc=False):
         """Bytes of one element."""
         return self.dtype[1] * self.dtype[2] // 8
 
+    @property
+    def on_host(self) -> bool:
+        """Whether the host may write it."""
+        return self.device[0] in _HOST_DEVICES
+
     def byte_strides(self) -> tuple[int, ...]:
         """Return the bytes between neighbours, one for each dimension."""
         if self.strides is None:
@@ -95,8 +103,14 @@ class Memory(msgspec.Struct, gc=False):
         return low, high + self.itemsize
 
 
-def memory_of_dlpack(destination: Any) -> Memory:
+def memory_of_dlpack(destination: Any, streams: Streams | None) -> Memory:
     """Take a destination through DLPack and check that its memory may be written.
+
+    Parameters
+    ----------
+    streams
+        The load's streams: a producer makes the one of its device wait for its pending work. None asks for the facts
+        only, for memory that nothing will be written to.
 
     Raises
     ------
@@ -111,7 +125,7 @@ def memory_of_dlpack(destination: Any) -> Memory:
             "JAX arrays are immutable and cannot be destinations",
             hint="Fill a NumPy or torch buffer and pass it to jax.dlpack.from_dlpack",
         )
-    capsule = dlpack.take(destination, stream=None)
+    capsule = _take(destination, streams)
     flags = capsule.flags
     for flag, what, hint in (
         (dlpack.READ_ONLY, "is read-only", "Pass a writable copy of it"),
@@ -129,6 +143,23 @@ def memory_of_dlpack(destination: Any) -> Memory:
         capsule.release()
         raise DestinationBufferError("the destination has bytes but no address: a fake or unallocated tensor")
     return Memory(capsule.pointer, capsule.dtype, capsule.shape, strides, capsule.device, capsule, nbytes)
+
+
+def _take(destination: Any, streams: Streams | None) -> dlpack.Capsule:
+    where = getattr(destination, "__dlpack_device__", None)
+    kind, ordinal = map(int, where()) if where is not None else _CPU
+    if kind in _HOST_DEVICES:
+        return dlpack.take(destination, stream=None)
+    if kind not in _SERVED_DEVICES:
+        device = _DEVICE_NAMES.get(kind, f"DLPack device type {kind}")
+        raise UnsupportedError(
+            f"destinations on {device} are not served", hint="Pass memory of the host, of CUDA or of ROCm"
+        )
+    if streams is None:
+        return dlpack.take(destination, stream=-1)
+    owned = streams.of((kind, ordinal))
+    with owned.device.current():  # producers record an event on a stream of their current device
+        return dlpack.take(destination, stream=owned.handle)
 
 
 def _is_compact(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
@@ -188,17 +219,11 @@ def transfer_into(
         index is ...
         and memory.shape == entry.shape
         and memory.strides is None
-        and memory.device == _CPU
         and memory.dtype == _WHOLE.get(entry.dtype)
     ):  # the usual case, said shortly: everything that is checked below holds
         return Transfer(name, entry.file, entry.offset, number, entry.nbytes, (), None, entry.nbytes)
 
     dtype = BY_CODE[entry.dtype]
-    if memory.device[0] not in _HOST_DEVICES:
-        device = _DEVICE_NAMES.get(memory.device[0], f"DLPack device type {memory.device[0]}")
-        raise UnsupportedError(
-            f"this version writes to host memory, not to {device}", tensor=name, hint="Pass a CPU tensor"
-        )
     selection = select(index, dtype, entry.shape, tensor=entry.name)
     conversion = _conversion(memory.dtype, dtype, entry, name, reinterpret=reinterpret, cast=cast)
     wanted = wanted_shape(dtype, selection)
@@ -304,7 +329,7 @@ def check_overlaps(memories: Sequence[Memory], names: Sequence[str]) -> None:
                 if _touch(memories[k], memories[other]):
                     raise DestinationBufferError(
                         f"the destinations {names[other]!r} and {names[k]!r} overlap in memory",
-                        hint="Give each its own memory; one storage under two names is one destination",
+                        hint="Give each its own memory, or load only one of the two",
                     )
             reach.append((high, k))
         else:
@@ -312,11 +337,29 @@ def check_overlaps(memories: Sequence[Memory], names: Sequence[str]) -> None:
         furthest = max(furthest, high)
 
 
+def _side_by_side(one: Memory, other: Memory) -> bool:
+    """Whether two are parts of the columns of one matrix that don't meet: the usual way to share an extent."""
+    steps = one.byte_strides()
+    if one.strides is None or one.strides != other.strides or min(steps) <= 0:
+        return False
+    row = max(steps)
+    axis = steps.index(row)
+    widths = [
+        memory.itemsize
+        + sum((size - 1) * step for k, (size, step) in enumerate(zip(memory.shape, steps, strict=True)) if k != axis)
+        for memory in (one, other)
+    ]
+    apart = (other.pointer - one.pointer) % row
+    return widths[0] <= apart and apart + widths[1] <= row
+
+
 def _touch(one: Memory, other: Memory) -> bool:
     if one.device != other.device:
         return False
     if one.strides is None and other.strides is None:
         return True  # their extents intersect
+    if _side_by_side(one, other):
+        return False
     from dlpack_loader.runtime import arrays  # NumPy is imported when it is needed
 
     views = [

@@ -173,6 +173,6 @@ def take(producer: Any, *, stream: int | None) -> Capsule:
             capsule = export(max_version=_MAX_VERSION, copy=False, **keywords)
         except TypeError:  # a producer of before DLPack 1.0 does not know these keywords
             capsule = export(**keywords)
-    except (BufferError, RuntimeError, ValueError, TypeError, AssertionError) as error:
+    except (BufferError, RuntimeError, ValueError, TypeError, AttributeError, AssertionError) as error:
         raise DestinationBufferError(f"the producer refuses to export its memory: {error}") from error
     return Capsule(capsule)

@@ -17,6 +17,7 @@ catch for that kind of fault::
     ├── StrictError                      KeyError          destinations and checkpoint do not name the same tensors
     ├── UnsupportedError                 NotImplementedError   not served by this version or machine
     │   └── MissingDependencyError       ImportError       an optional package is not installed
+    ├── DeviceError                      RuntimeError      a device's driver is absent, too old, or failed
     ├── ClosedError                      ValueError        the reader was closed
     └── StorageError                     OSError           the operating system refused; errno and class are kept
         ├── FileMissingError             FileNotFoundError
@@ -43,6 +44,7 @@ __all__ = [
     "DestinationBufferError",
     "DestinationError",
     "DestinationTypeError",
+    "DeviceError",
     "FileAccessError",
     "FileChangedError",
     "FileIsDirectoryError",
@@ -211,6 +213,14 @@ class UnsupportedError(LoaderError, NotImplementedError):
 
 class MissingDependencyError(UnsupportedError, ImportError):
     """An optional package is needed and not installed."""
+
+
+class DeviceError(LoaderError, RuntimeError):
+    """A device's driver is absent, too old, or failed; ``status`` is its own name for what happened, if any."""
+
+    def __init__(self, message: str, *, status: str | None = None, **where: Any) -> None:
+        super().__init__(message, **where)
+        self.status = status
 
 
 class ClosedError(LoaderError, ValueError):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import io
 import os
+import stat
 from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from typing import NoReturn
@@ -21,10 +22,10 @@ import msgspec
 
 from dlpack_loader.diagnose import explain_file
 from dlpack_loader.dtype import BITS
-from dlpack_loader.errors import HeaderError, TensorNotFoundError, storage_error
+from dlpack_loader.errors import HeaderError, SourceError, TensorNotFoundError, storage_error
 from dlpack_loader.header_json import parse_strictly
 
-__all__ = ["MAX_HEADER_BYTES", "Entry", "Header", "parse_header", "read_header"]
+__all__ = ["MAX_HEADER_BYTES", "Entry", "Header", "open_regular", "parse_header", "read_header"]
 
 MAX_HEADER_BYTES = 100_000_000
 """The Rust library's cap on the JSON's length; exactly this many bytes are allowed."""
@@ -135,16 +136,37 @@ def read_header(path: str) -> tuple[Header, os.stat_result]:
         The operating system refused, with its errno and its class.
     """
     try:
-        with open(path, "rb", buffering=0) as file:
-            stat = os.fstat(file.fileno())
+        with open_regular(path) as file:
+            facts = os.fstat(file.fileno())
             try:
-                return _read(file, path, stat.st_size), stat
+                return _read(file, path, facts.st_size), facts
             except HeaderError as error:
                 file.seek(0)
-                error.hint = error.hint or explain_file(file.read(512), stat.st_size)
+                error.hint = error.hint or explain_file(file.read(512), facts.st_size)
                 raise
     except OSError as error:
         raise storage_error(error.errno, error.strerror, file=path, hint=_directory_hint(error)) from None
+
+
+def open_regular(path: str) -> io.FileIO:
+    """Open a file for plain reads; what is none, such as a pipe that would never answer, is refused.
+
+    Raises
+    ------
+    OSError
+        What the operating system said, or that it is a directory.
+    SourceError
+        Neither a file nor a directory.
+    """
+
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags | getattr(os, "O_NONBLOCK", 0))
+
+    file = open(path, "rb", buffering=0, opener=opener)  # noqa: SIM115 - handed to the caller
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise SourceError("not a regular file", file=path, hint="Copy the data into a file first")
+    return file
 
 
 def parse_header(data: bytes | memoryview, *, file: str = "<bytes>") -> Header:

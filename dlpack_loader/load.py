@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, Protocol, overload
 
 from dlpack_loader.checkpoint import Source
-from dlpack_loader.errors import DestinationTypeError, OptionError
+from dlpack_loader.errors import DestinationError, DestinationTypeError, OptionError
 from dlpack_loader.matching import Destinations
 from dlpack_loader.progress import Progress
 from dlpack_loader.reader import DEFAULT_STAGING_BYTES, Reader, safe_open
@@ -30,6 +30,7 @@ def load_file(
     threads: int | None = None,
     progress: Progress | None = None,
     direct_io: bool | None = None,
+    require_direct: bool = False,
 ) -> dict[str, Any]:
     """Load every tensor of a checkpoint.
 
@@ -50,6 +51,7 @@ def load_file(
         threads=threads,
         progress=progress,
         direct_io=direct_io,
+        require_direct=require_direct,
     ) as reader:
         return reader.get_tensors()
 
@@ -68,6 +70,7 @@ def load_into(
     threads: int | None = None,
     progress: Progress | None = None,
     direct_io: bool | None = None,
+    require_direct: bool = False,
 ) -> LoadReport: ...
 
 
@@ -85,6 +88,7 @@ def load_into(
     threads: int | None = None,
     progress: Progress | None = None,
     direct_io: bool | None = None,
+    require_direct: bool = False,
 ) -> Pending: ...
 
 
@@ -101,6 +105,7 @@ def load_into(
     threads: int | None = None,
     progress: Progress | None = None,
     direct_io: bool | None = None,
+    require_direct: bool = False,
 ) -> LoadReport | Pending:
     """Fill memory that exists with the tensors of a checkpoint.
 
@@ -122,7 +127,7 @@ def load_into(
         Allow a destination of another floating-point dtype; values are rounded to nearest even.
     wait
         False returns a Pending at once; the destinations are in use until its ``wait`` returns.
-    stream, backend, staging_bytes, threads, progress, direct_io
+    stream, backend, staging_bytes, threads, progress, direct_io, require_direct
         As for :func:`dlpack_loader.safe_open`.
 
     Raises
@@ -145,8 +150,8 @@ def load_into(
     (('weight',), [0.0, 1.0, 2.0, 3.0])
     """
     if isinstance(source, Reader):
-        given = (backend, staging_bytes, threads, progress, direct_io)
-        if given != ("auto", DEFAULT_STAGING_BYTES, None, None, None):
+        given = (backend, staging_bytes, threads, progress, direct_io, require_direct)
+        if given != ("auto", DEFAULT_STAGING_BYTES, None, None, None, False):
             raise OptionError("a Reader has options of its own", hint="Give them to safe_open")
         return source.load_into(destinations, strict=strict, cast=cast, stream=stream, wait=wait)
     reader = safe_open(
@@ -157,9 +162,24 @@ def load_into(
         threads=threads,
         progress=progress,
         direct_io=direct_io,
+        require_direct=require_direct,
     )
-    # Not closed here: a pending transfer reads on. The last reference to the reader closes its files.
-    return reader.load_into(destinations, strict=strict, cast=cast, stream=stream, wait=wait)
+    with reader:  # a pending transfer reads on: files that are open are closed by their last user
+        return reader.load_into(destinations, strict=strict, cast=cast, stream=stream, wait=wait)
+
+
+def _check_live(module: Any, destinations: Mapping[str, Any]) -> None:
+    """Refuse tensors of a state_dict that are not the module's own memory: filling a copy would change nothing."""
+    if not (hasattr(module, "parameters") and hasattr(module, "buffers")):
+        return
+    live = {tensor.untyped_storage().data_ptr() for tensor in [*module.parameters(), *module.buffers()]}
+    for name, tensor in destinations.items():
+        if tensor.nbytes and tensor.untyped_storage().data_ptr() not in live:
+            raise DestinationError(
+                f"the module's state_dict gives a copy under {name!r}, which is not its own memory",
+                tensor=name,
+                hint="Load it by itself and hand it over as the module's extra state or hooks want it",
+            )
 
 
 def load_model(
@@ -174,6 +194,7 @@ def load_model(
     threads: int | None = None,
     progress: Progress | None = None,
     direct_io: bool | None = None,
+    require_direct: bool = False,
 ) -> LoadReport:
     """Fill a module's parameters and buffers in place; no tensor is replaced, so pointers to them stay good.
 
@@ -183,7 +204,7 @@ def load_model(
         A ``torch.nn.Module``, or anything whose ``state_dict()`` gives the live tensors by name.
     strict
         Require the checkpoint to name exactly the module's tensors; tied weights count once.
-    source, cast, stream, backend, staging_bytes, threads, progress, direct_io
+    source, cast, stream, backend, staging_bytes, threads, progress, direct_io, require_direct
         As for :func:`load_into`.
     """
     state = getattr(module, "state_dict", None)
@@ -192,6 +213,7 @@ def load_model(
             f"{type(module).__name__} has no state_dict()", hint="Pass a torch.nn.Module, or use load_into"
         )
     destinations = {name: value for name, value in state().items() if hasattr(value, "__dlpack__")}
+    _check_live(module, destinations)
     return load_into(
         source,
         destinations,
@@ -203,4 +225,5 @@ def load_model(
         threads=threads,
         progress=progress,
         direct_io=direct_io,
+        require_direct=require_direct,
     )

@@ -11,10 +11,11 @@ import msgspec
 
 from dlpack_loader.checkpoint import Checkpoint
 from dlpack_loader.destination import Memory, Target, check_overlaps, transfer_into
-from dlpack_loader.errors import DestinationTypeError, LoaderError, StrictError
+from dlpack_loader.errors import DestinationTypeError, DeviceError, LoaderError, StrictError
 from dlpack_loader.framework import describer
 from dlpack_loader.header import Entry
 from dlpack_loader.reads import Transfer
+from dlpack_loader.stream import Streams
 
 __all__ = ["Destinations", "Match", "Resolver", "match", "match_one"]
 
@@ -41,11 +42,14 @@ class Match:
     aliases: dict[str, str] = field(default_factory=dict)
 
 
-def match(checkpoint: Checkpoint, destinations: Destinations, *, strict: bool, cast: bool) -> Match:
+def match(
+    checkpoint: Checkpoint, destinations: Destinations, *, strict: bool, cast: bool, streams: Streams | None
+) -> Match:
     """Pair destinations with entries and check every pair.
 
     Two names for one whole memory (tied weights) are one destination: it is filled once, from the first of its names
-    that the checkpoint has (in sorted order; in file order with a resolver); the others are in ``aliases``.
+    that the checkpoint has, in sorted order; the others are in ``aliases``. A resolver that returns one memory for two
+    tensors is refused.
 
     Raises
     ------
@@ -57,7 +61,7 @@ def match(checkpoint: Checkpoint, destinations: Destinations, *, strict: bool, c
     """
     result = Match()
     orphans: list[tuple[str, Any]] = []
-    problems = _place(_pair(checkpoint, destinations, result), orphans, result, cast=cast)
+    problems = _place(_pair(checkpoint, destinations, result), orphans, result, cast=cast, streams=streams)
     _adopt_orphans(orphans, result)
     if strict and (result.unfilled or result.unexpected):
         raise _strict_error(result, problems)
@@ -65,16 +69,21 @@ def match(checkpoint: Checkpoint, destinations: Destinations, *, strict: bool, c
     return result
 
 
-def match_one(entry: Entry, destination: Any) -> Match:
+def match_one(entry: Entry, destination: Any, *, streams: Streams | None) -> Match:
     """Pair one entry with its destination and check the pair; the rest of the checkpoint does not matter."""
     result = Match()
-    _finish(_place(_Pairs([entry.name], [entry], [destination]), [], result, cast=False), result)
+    _finish(
+        _place(_Pairs([entry.name], [entry], [destination], tied=False), [], result, cast=False, streams=streams),
+        result,
+    )
     return result
 
 
-def _place(pairs: _Pairs, orphans: list[tuple[str, Any]], result: Match, *, cast: bool) -> list[LoaderError]:
+def _place(
+    pairs: _Pairs, orphans: list[tuple[str, Any]], result: Match, *, cast: bool, streams: Streams | None
+) -> list[LoaderError]:
     """Make the transfers of the pairs; return what is wrong with any, and put names without entry into ``orphans``."""
-    describe = describer()
+    describe = describer(streams)
     if pairs.plain():
         try:
             result.memories = list(map(describe, pairs.items))
@@ -90,11 +99,14 @@ def _place(pairs: _Pairs, orphans: list[tuple[str, Any]], result: Match, *, cast
                     repeat(cast),
                 )
             )
+        except DeviceError:
+            raise  # no fault of one destination
         except LoaderError:
             result.memories = []  # once more, one by one, to name every fault
         else:
             result.names, result.objects = pairs.names, pairs.items
-            _merge_aliases(set(), result)
+            if pairs.tied:
+                _merge_aliases(set(), result)
             return []
     problems: list[LoaderError] = []
     partial: set[int] = set()
@@ -111,6 +123,8 @@ def _place(pairs: _Pairs, orphans: list[tuple[str, Any]], result: Match, *, cast
             try:
                 memory = describe(target.destination)
                 transfer = transfer_into(memory, entry, number, name, target.index, target.reinterpret, cast)
+            except DeviceError:
+                raise
             except LoaderError as error:
                 error.tensor = error.tensor or name
                 problems.append(error)
@@ -121,7 +135,8 @@ def _place(pairs: _Pairs, orphans: list[tuple[str, Any]], result: Match, *, cast
             result.names.append(name)
             result.memories.append(memory)
             result.objects.append(target.destination)
-    _merge_aliases(partial, result)
+    if pairs.tied:
+        _merge_aliases(partial, result)
     return problems
 
 
@@ -144,6 +159,8 @@ class _Pairs:
     names: list[str]
     found: list[Entry | None]
     items: list[Any]
+    tied: bool
+    """Whether several names may share one memory: a module's tied weights do, what a resolver returns must not."""
 
     def plain(self) -> bool:
         """Whether every name has an entry and one destination that is no Target: the usual case, gone through fast."""
@@ -153,15 +170,17 @@ class _Pairs:
 
 def _pair(checkpoint: Checkpoint, destinations: Destinations, result: Match) -> _Pairs:
     if isinstance(destinations, Mapping):
+        if not all(issubclass(kind, str) for kind in set(map(type, destinations))):
+            raise DestinationTypeError("destinations are named by strings", hint="Use the tensors' names as keys")
         result.unexpected.extend(sorted(checkpoint.names() - destinations.keys()))
         names = sorted(destinations)
-        return _Pairs(names, list(checkpoint.find(names)), [destinations[name] for name in names])
+        return _Pairs(names, list(checkpoint.find(names)), [destinations[name] for name in names], tied=True)
     if hasattr(destinations, "state_dict") or not callable(destinations):  # a module could be called
         raise DestinationTypeError(
             f"destinations are a mapping from names or a resolver, not {type(destinations).__name__}",
             hint="Pass e.g. model.state_dict(), or a function from an entry to its destination",
         )
-    pairs = _Pairs([], [], [])
+    pairs = _Pairs([], [], [], tied=False)
     for name in checkpoint.offset_keys():
         entry = checkpoint.entry(name)
         item = destinations(entry)
@@ -200,7 +219,7 @@ def _adopt_orphans(orphans: Sequence[tuple[str, Any]], result: Match) -> None:
     """Count a destination without an entry as filled where it is the memory of one that has an entry."""
     if not orphans:
         return
-    describe = describer()
+    describe = describer(None)
     filled = {
         result.memories[transfer.destination].pointer: transfer.destination
         for transfer in result.transfers

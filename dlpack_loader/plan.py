@@ -13,7 +13,7 @@ from functools import cached_property
 from dlpack_loader.bounds import Bounds
 from dlpack_loader.reads import MAX_SEGMENTS, Gather, Read, Runs, Scatter, Segment, Transfer, strided_reads
 
-__all__ = ["Plan", "PlanTotals"]
+__all__ = ["Plan", "PlanTotals", "is_staged"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,13 +111,15 @@ class Plan:
             f"  staged    {totals.staged_bytes:,} bytes, through host memory of ours: pieces, strides or a cast",
             f"  staging   {totals.peak_staging:,} bytes at the peak, {self.bounds.staging_bytes:,} if files are cold",
         ]
-        staged = [transfer.name for transfer in self.transfers if self._is_staged(transfer)]
+        staged = [transfer.name for transfer in self.transfers if is_staged(transfer, self.bounds)]
         if staged:
             more = f" and {len(staged) - 5} more" if len(staged) > 5 else ""
-            lines.append(f"  staged    {', '.join(staged[:5])}{more}")
+            lines.append(f"  these are {', '.join(staged[:5])}{more}")
         return "\n".join(lines)
 
-    def _is_staged(self, transfer: Transfer) -> bool:
-        if not transfer.axes and not transfer.cast:
-            return False
-        return isinstance(next(strided_reads(transfer, self.bounds)), Gather)
+
+def is_staged(transfer: Transfer, bounds: Bounds) -> bool:
+    """Whether a transfer goes through the staging buffer: its reads are all direct, or none is."""
+    if not transfer.axes and not transfer.cast:
+        return False
+    return isinstance(next(strided_reads(transfer, bounds), None), Gather)

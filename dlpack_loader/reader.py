@@ -17,13 +17,15 @@ from dlpack_loader.bounds import Bounds
 from dlpack_loader.checkpoint import Checkpoint, Source, open_checkpoint
 from dlpack_loader.destination import Target
 from dlpack_loader.errors import ClosedError, OptionError
-from dlpack_loader.framework import framework_named, wrote
+from dlpack_loader.filling import Access, fill, plan_of
+from dlpack_loader.framework import HOST, framework_named
 from dlpack_loader.header import Entry
-from dlpack_loader.making import Access, Maker
-from dlpack_loader.matching import Destinations, Match, match, match_one
+from dlpack_loader.making import Maker
+from dlpack_loader.matching import Destinations, match, match_one
 from dlpack_loader.plan import Plan
 from dlpack_loader.progress import Progress
 from dlpack_loader.runtime.files import Files
+from dlpack_loader.stream import Streams
 from dlpack_loader.transfer import LoadReport, Pending
 
 __all__ = ["Reader", "Slice", "safe_open"]
@@ -42,6 +44,7 @@ def safe_open(
     threads: int | None = None,
     progress: Progress | None = None,
     direct_io: bool | None = None,
+    require_direct: bool = False,
 ) -> Reader:
     """Open a checkpoint for reading.
 
@@ -52,14 +55,19 @@ def safe_open(
     source
         A file, a sequence of files, a directory or an ``*.index.json``.
     framework
-        ``"pt"`` (``"torch"``, ``"pytorch"``) or ``"np"`` (``"numpy"``).
+        ``"pt"`` (``"torch"``, ``"pytorch"``), ``"np"`` (``"numpy"``) or ``"cupy"``.
     device
-        Where tensors are made: the CPU, in every spelling of it.
+        Where tensors are made, and nowhere else: the CPU; for torch and CuPy also a CUDA or ROCm device, as
+        ``"cuda:1"``, as a number, or as a device object of theirs. ``"cuda"`` is the framework's device that is current
+        now. CuPy has no arrays on the CPU, so it has to be told a device.
     backend
         ``"mmap"``: tensors are views of private mappings, read when touched. ``"pread"``: tensors are read at once into
-        memory of their own. ``"auto"`` takes ``mmap`` for tensors that the reader makes and ``pread`` for destinations.
+        memory of their own; the memory of a device is filled through pinned memory. ``"kvikio"``, ``"hipfile"``: the
+        memory of a CUDA or ROCm device is filled by that library. ``"auto"`` takes ``mmap`` for tensors that the reader
+        makes on the host, the library of a device where it reads GPU-direct, and else ``pread``.
     stream
-        None: host memory has no stream.
+        A stream of the device that reading waits for, beside the framework's current one, which it waits for always;
+        the bytes are there for every stream when a call returns. None on the CPU, which has no stream.
     staging_bytes
         Bound on host memory beyond the tensors, for strides, casts and reads around the page cache.
     threads
@@ -69,6 +77,9 @@ def safe_open(
     direct_io
         None: ranges that are not in the page cache are read with O_DIRECT, where the file is on a local disk. False:
         always through the page cache (a second load finds the bytes there). True: on network disks too.
+    require_direct
+        Refuse to fill the memory of a device in any other way than by GPU-direct reads (GPUDirect Storage, hipFile).
+        By default ``backend="auto"`` uses these where they are to be had.
 
     Raises
     ------
@@ -89,16 +100,20 @@ def safe_open(
     """
     bounds = make_bounds(staging_bytes, threads)
     check_name(backend)
-    check_stream(stream)
-    chosen = framework_named(framework)
-    chosen.check_device(device)
+    check_flags(progress, direct_io)
+    place = framework_named(framework).resolve_device(device)
+    if place == HOST:
+        check_stream(stream)
     return Reader(
         open_checkpoint(source),
         framework,
+        place,
         bounds=bounds,
+        stream=stream,
         backend=backend,
         progress=progress,
         direct_io=direct_io,
+        require_direct=require_direct,
     )
 
 
@@ -107,6 +122,14 @@ def make_bounds(staging_bytes: int, threads: int | None) -> Bounds:
     if threads is None:
         threads = min(8, 2 * (os.cpu_count() or 1))
     return Bounds(staging_bytes=staging_bytes, threads=threads)
+
+
+def check_flags(progress: object, direct_io: object) -> None:
+    """Refuse what is no callback and no choice, before anything is opened."""
+    if progress is not None and progress is not True and not callable(progress):
+        raise OptionError(f"progress is a function of two numbers, or True for a bar, not {progress!r}")
+    if direct_io is not None and not isinstance(direct_io, bool):
+        raise OptionError(f"direct_io is True, False or None, not {direct_io!r}")
 
 
 def check_stream(stream: object) -> None:
@@ -126,18 +149,26 @@ class Reader:
         self,
         checkpoint: Checkpoint,
         framework: str,
+        device: tuple[int, int],
         *,
         bounds: Bounds,
+        stream: object,
         backend: str,
         progress: Progress | None,
         direct_io: bool | None,
+        require_direct: bool = False,
     ) -> None:
         self._checkpoint: Checkpoint | None = checkpoint
         self._access = Access(
-            Files({shard.path: shard for shard in checkpoint.shards}), bounds, progress=progress, direct_io=direct_io
+            Files({shard.path: shard for shard in checkpoint.shards}),
+            bounds,
+            progress=progress,
+            direct_io=direct_io,
+            backend=backend,
+            require_direct=require_direct,
         )
         self._backend = backend
-        self._maker = Maker(self._access, framework_named(framework), maps=backend in ("auto", "mmap"))
+        self._maker = Maker(self._access, framework_named(framework), device, backend=backend, stream=stream)
         self._filled: BackendInfo | None = None
 
     # What safetensors.safe_open has
@@ -221,10 +252,12 @@ class Reader:
             destination = Target(destination, ... if index is None else index)
         elif index is not ... and index is not None:
             raise OptionError("the Target has an index of its own", tensor=name, hint="Pass one of the two")
-        check_stream(stream)
         check_fills(self._backend)
         begin = time.perf_counter()
-        return self._fill(match_one(entry, destination), begin)
+        with Streams(stream) as streams:
+            found = match_one(entry, destination, streams=streams)
+            streams.check()
+            return self._note(fill(self._access, found, streams, begin))
 
     def select(self, entry: Entry, index: Any) -> Any:
         """Return the part of an entry that a basic index selects; only its bytes are read."""
@@ -233,8 +266,8 @@ class Reader:
 
     def plan(self, destinations: Destinations, *, strict: bool = True, cast: bool = False) -> Plan:
         """Check destinations and return the reads that would fill them; nothing is read or written."""
-        found = match(self._opened(), destinations, strict=strict, cast=cast)
-        return Plan.make(found.transfers, found.names, self._access.bounds)
+        found = match(self._opened(), destinations, strict=strict, cast=cast, streams=None)
+        return plan_of(found, self._access.bounds)
 
     def load_into(
         self,
@@ -246,13 +279,19 @@ class Reader:
         wait: bool = True,
     ) -> LoadReport | Pending:
         """Fill destinations; see :func:`dlpack_loader.load_into`."""
-        check_stream(stream)
         check_fills(self._backend)
         begin = time.perf_counter()
-        found = match(self._opened(), destinations, strict=strict, cast=cast)
-        if wait:
-            return self._fill(found, begin)
-        return Pending(lambda: self._fill(found, begin))
+        with Streams(stream) as streams:
+            found = match(self._opened(), destinations, strict=strict, cast=cast, streams=streams)
+            streams.check()
+            if wait:
+                return self._note(fill(self._access, found, streams, begin))
+            kept = streams.detach()
+        return Pending(lambda: self._note(fill(self._access, found, kept, begin)), kept)
+
+    def _note(self, report: LoadReport) -> LoadReport:
+        self._filled = report.info()
+        return report
 
     def backend_info(self) -> BackendInfo:
         """Say which backend served, and why: the last load into destinations, else the tensors made."""
@@ -279,28 +318,6 @@ class Reader:
         if checkpoint is None:
             raise ClosedError("File is closed", hint="Open the checkpoint again")
         return checkpoint
-
-    def _fill(self, found: Match, begin: float) -> LoadReport:
-        plan = Plan.make(found.transfers, found.names, self._access.bounds)
-        try:
-            backend = self._access.perform(plan, found.memories)
-        finally:
-            wrote(found.objects)  # after an error too: some of them were
-        info = self._filled = backend.info()
-        return LoadReport(
-            filled=tuple(dict.fromkeys(found.names)),
-            unfilled=tuple(found.unfilled),
-            unexpected=tuple(found.unexpected),
-            declined=tuple(found.declined),
-            aliases=found.aliases,
-            bytes_read=backend.direct_bytes + backend.staged_bytes,
-            bytes_written=sum(transfer.written for transfer in plan.transfers),
-            direct_bytes=backend.direct_bytes,
-            staged_bytes=backend.staged_bytes,
-            seconds=time.perf_counter() - begin,
-            backend=info.name,
-            reason=info.reason,
-        )
 
 
 class Slice:

@@ -7,17 +7,23 @@ that forks between transfers forks none of them.
 from __future__ import annotations
 
 import itertools
+import logging
+import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from dlpack_loader.backend import Backend
-from dlpack_loader.errors import LoaderError
+from dlpack_loader.backend import Backend, BackendInfo
+from dlpack_loader.errors import LoaderError, UnsupportedError
 from dlpack_loader.plan import Plan
 from dlpack_loader.progress import Progress, reporting
 from dlpack_loader.reads import Read, Scatter
+from dlpack_loader.stream import Streams
 
 __all__ = ["LoadReport", "Pending", "run"]
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +46,8 @@ class LoadReport:
     """Bytes written into destinations."""
     direct_bytes: int
     """Of the bytes read: straight into destinations."""
+    compat_bytes: int
+    """Of the bytes read: through host memory of a storage library, in its compatibility mode."""
     staged_bytes: int
     """Of the bytes read: through host memory of ours."""
     seconds: float
@@ -49,11 +57,17 @@ class LoadReport:
     reason: str
     """Why that one, and how the bytes came."""
 
+    def info(self) -> BackendInfo:
+        """Say which backend served, whether every byte came directly, and why."""
+        return BackendInfo(self.backend, self.staged_bytes == self.compat_bytes == 0, self.reason)
+
     def __str__(self) -> str:
         rate = self.bytes_written / self.seconds / 1e9 if self.seconds else 0.0
+        compat = f"{self.compat_bytes:,} in compatibility mode, " if self.compat_bytes else ""
+        how = f"{self.direct_bytes:,} direct, {compat}{self.staged_bytes:,} staged"
         lines = [
             f"{len(self.filled)} filled, {self.bytes_written:,} bytes in {self.seconds:.3f} s ({rate:.2f} GB/s)",
-            f"  read      {self.bytes_read:,} bytes: {self.direct_bytes:,} direct, {self.staged_bytes:,} staged",
+            f"  read      {self.bytes_read:,} bytes: {how}",
             f"  backend   {self.backend}: {self.reason}",
         ]
         for label, names in (
@@ -74,23 +88,17 @@ class Pending:
     Destinations hold a mixture of old and new bytes until ``wait`` returns.
     """
 
-    def __init__(self, work: Callable[[], LoadReport]) -> None:
-        self._work: Callable[[], LoadReport] | None = work
-        self._report: LoadReport | None = None
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="dlpack-loader-transfer")
+    def __init__(self, work: Callable[[], LoadReport], streams: Streams) -> None:
+        self._streams = streams
+        self._outcome = _Outcome()
+        self._told = False
+        self._process = os.getpid()
+        self._thread = threading.Thread(target=_perform, args=(work, self._outcome), name="dlpack-loader-transfer")
         self._thread.start()
-
-    def _run(self) -> None:
-        work, self._work = self._work, None
-        try:
-            assert work is not None
-            self._report = work()
-        except BaseException as error:
-            self._error = error
 
     def done(self) -> bool:
         """Whether the transfer has ended, well or not."""
+        self._check_process()
         return not self._thread.is_alive()
 
     def wait(self, timeout: float | None = None) -> LoadReport:
@@ -108,13 +116,60 @@ class Pending:
         LoaderError
             Whatever went wrong in the transfer.
         """
+        self._check_process()
         self._thread.join(timeout)
         if self._thread.is_alive():
             raise TimeoutError(f"the transfer is still under way after {timeout} s")
-        if self._error is not None:
-            raise self._error
-        assert self._report is not None
-        return self._report
+        self._told = True
+        if self._outcome.error is not None:
+            raise self._outcome.error
+        assert self._outcome.report is not None
+        return self._outcome.report
+
+    def wait_on(self, stream: Any) -> None:
+        """Make a stream of the caller's wait, on the device, for the last byte; the host does not wait for copies.
+
+        It does wait until the files are read and the copies enqueued. Work that is put on the stream afterwards sees
+        complete data, unless the transfer fails, which only ``wait`` tells.
+
+        Parameters
+        ----------
+        stream
+            An integer handle, or a stream object of torch, CuPy or any other with ``__cuda_stream__``.
+        """
+        self._check_process()
+        self._streams.lead(stream)
+
+    def __await__(self) -> Generator[Any, None, LoadReport]:
+        import asyncio
+
+        return asyncio.to_thread(self.wait).__await__()
+
+    def _check_process(self) -> None:
+        if self._process != os.getpid():
+            raise UnsupportedError(
+                "the transfer belongs to the process that began it, not to its fork",
+                hint="Wait for it before forking, or load again in the child",
+            )
+
+    def __del__(self) -> None:
+        if self._outcome.error is not None and not self._told:
+            _LOG.error("a load in the background failed, and nobody waited for it: %s", self._outcome.error)
+
+
+@dataclass(slots=True)
+class _Outcome:
+    """What became of a pending load; apart from it, so that the thread does not keep the Pending alive."""
+
+    report: LoadReport | None = None
+    error: BaseException | None = None
+
+
+def _perform(work: Callable[[], LoadReport], outcome: _Outcome) -> None:
+    try:
+        outcome.report = work()
+    except BaseException as error:
+        outcome.error = error
 
 
 def run(plan: Plan, backend: Backend, progress: Progress | None = None) -> None:
@@ -131,19 +186,20 @@ def run(plan: Plan, backend: Backend, progress: Progress | None = None) -> None:
         with reporting(progress, lambda: plan.totals.bytes_read) as report:
             for _ in first[1:]:
                 helper = threading.Thread(target=_help, args=(state, backend), name="dlpack-loader-read")
-                helper.start()
-                helpers.append(helper)
-            _work(state, backend, report)
-            for helper in helpers:
-                helper.join()
-            if report is not None and not state.failed:
+                helpers.append(helper)  # before it is started: an interrupt may come in between
+                try:
+                    helper.start()
+                except RuntimeError:  # no more threads to be had; those that there are do the work
+                    break
+            told = _work(state, backend, report)
+            _join(helpers)
+            if report is not None and not state.failed and told != state.done:
                 report(state.done)
     except BaseException as error:
-        state.fail(None, error)
+        state.fail(error)
     finally:
         state.stopped = True
-        for helper in helpers:
-            helper.join()
+        _join(helpers)
     if not state.failed:
         return
     cause = state.failed[0]
@@ -166,8 +222,8 @@ class _State:
     done: int = 0
     stopped: bool = False
     failed: list[BaseException] = field(default_factory=list)
-    failed_reads: list[int | None] = field(default_factory=list)
-    """Numbers of the failed reads; None where an interrupt or a callback ended the work between two reads."""
+    unfinished: set[int] = field(default_factory=set)
+    """Numbers of the reads that were begun and did not end well."""
 
     def take(self) -> tuple[int, Read] | None:
         with self.lock:
@@ -177,52 +233,64 @@ class _State:
             if read is None:
                 return None
             number = self.taken
+            self.unfinished.add(number)
             self.taken += 1
             return number, read
 
-    def finish(self, nbytes: int) -> int:
+    def finish(self, number: int, nbytes: int) -> int:
         with self.lock:
+            self.unfinished.discard(number)
             self.done += nbytes
             return self.done
 
-    def fail(self, number: int | None, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
         with self.lock:
             self.stopped = True
             self.failed.append(error)
-            self.failed_reads.append(number)
 
 
-def _work(state: _State, backend: Backend, report: Callable[[int], object] | None) -> None:
+def _work(state: _State, backend: Backend, report: Callable[[int], object] | None) -> int:
+    """Read until nothing is left; return the bytes that were last reported."""
+    done = -1
     with backend.worker() as worker:
         while (item := state.take()) is not None:
             number, read = item
-            try:
-                worker.read(read)
-            except BaseException as error:
-                state.fail(number, error)
-                return
-            done = state.finish(read.nbytes)
+            worker.read(read)
+            done = state.finish(number, read.nbytes)
             if report is not None:
                 report(done)
+    return done
 
 
 def _help(state: _State, backend: Backend) -> None:
     try:
         _work(state, backend, None)
     except BaseException as error:
-        state.fail(None, error)
+        state.fail(error)
+
+
+def _join(helpers: Sequence[threading.Thread]) -> None:
+    """Wait for every helper that was started, whatever comes in between: they write into the caller's memory."""
+    interrupt: BaseException | None = None
+    for helper in helpers:
+        while helper.ident is not None and helper.is_alive():
+            try:
+                helper.join()
+            except BaseException as error:
+                interrupt = error
+    if interrupt is not None:
+        raise interrupt
 
 
 def _dirty(plan: Plan, state: _State) -> tuple[str, ...]:
     """Name the destinations that were begun and not finished: reads are taken in the plan's order."""
     begun: set[int] = set()
     unfinished: set[int] = set()
-    failed = set(state.failed_reads)
     for number, read in enumerate(plan.reads()):
         numbers = _destinations(read)
         if number < state.taken:
             begun.update(numbers)
-        if number >= state.taken or number in failed or None in failed:
+        if number >= state.taken or number in state.unfinished:
             unfinished.update(numbers)
     return tuple(plan.names[number] for number in sorted(begun & unfinished))
 

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dlpack_loader import Target, load_into, safe_open
-from dlpack_loader.errors import OptionError, StorageError, TruncatedError, UnsupportedError
+from dlpack_loader.errors import FileChangedError, OptionError, StorageError, TruncatedError, UnsupportedError
 from dlpack_loader.runtime import host
 from tests.files import drop_cache, raw_bytes, save, state, write_raw
 
@@ -356,8 +356,8 @@ def test_a_named_backend_that_cannot_serve_raises(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="cannot fill a destination"):
         load_into(tmp_path / "m.safetensors", filled, backend="mmap")
     assert not filled["steps"].any()
-    with pytest.raises(UnsupportedError, match="not to device 'cuda'"):
-        safe_open(tmp_path / "m.safetensors", device="cuda")
+    with pytest.raises(UnsupportedError, match="not to device 'mps'"):
+        safe_open(tmp_path / "m.safetensors", device="mps")
     with pytest.raises(OptionError, match="host memory has no stream"):
         load_into(tmp_path / "m.safetensors", filled, stream=3)
 
@@ -433,9 +433,8 @@ class TestMmap:
         with safe_open(path) as reader:
             assert reader.get_tensor("a").tolist() == list(range(7))
             os.truncate(path, 2 * MIB)
-            with pytest.raises(TruncatedError) as caught:
+            with pytest.raises(FileChangedError):
                 reader.get_tensor("b")
-        assert caught.value.tensor == "b"
 
     def test_the_portable_way(self, big: tuple[Path, dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(host, "LINUX", False)

@@ -435,6 +435,7 @@ class TestLoad:
             "bytes_read": 22,
             "bytes_written": 22,
             "direct_bytes": 22,
+            "compat_bytes": 0,
             "staged_bytes": 0,
             "backend": "pread",
         }

@@ -693,7 +693,7 @@ def test_errors_of_open(code: int, kind: type[StorageError], path: Path, monkeyp
 
 
 def opened_as(kind: type[io.FileIO], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(header, "open", lambda path, mode, buffering: kind(path), raising=False)
+    monkeypatch.setattr(header, "open", lambda path, mode, buffering, opener: kind(path), raising=False)
 
 
 def test_errors_of_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

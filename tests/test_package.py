@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import dlpack_loader
+from tests.emulation import Driver
 
 ROOT = Path(__file__).parents[1]
 HEAVY = ("cupy", "hipfile", "jax", "kvikio", "numpy", "torch", "tqdm", "typer")
@@ -59,10 +60,11 @@ def test_a_missing_framework_is_named(tmp_path: Path) -> None:
     )
 
 
-def test_every_public_name_is_there_and_documented() -> None:
+def test_every_public_name_is_there_and_documented(loaded_driver: Driver) -> None:
+    """Over the emulated driver, since the vendors' libraries are looked for when their modules are imported."""
     assert sorted(dlpack_loader.__all__) == list(dlpack_loader.__all__)
     for module_info in pkgutil.walk_packages(dlpack_loader.__path__, "dlpack_loader."):
-        if module_info.name.endswith("__main__"):
+        if module_info.name.endswith(("__main__", "framework.cupy")):  # CuPy comes with a gigabyte of libraries
             continue
         module = importlib.import_module(module_info.name)
         assert module.__doc__, module_info.name

@@ -8,7 +8,6 @@ import pickle
 import subprocess
 import sys
 import threading
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -153,24 +152,35 @@ def _read_bytes() -> int:
         return int(file.read(256).split(b"rchar: ")[1].split()[0])
 
 
-def test_one_kept_tensor_keeps_its_own_memory_only(tmp_path: Path) -> None:
-    save(tmp_path / "m.safetensors", {"big": torch.zeros(64 << 20, dtype=torch.uint8), "small": torch.zeros(4)})
-    for backend in ("mmap", "pread"):
-        with safe_open(tmp_path / "m.safetensors", backend=backend) as reader:
-            tensors = reader.get_tensors()
-        assert tensors["big"].sum() == 0  # touches every page
-        small, gone = tensors["small"], weakref.ref(tensors["big"])
-        before = _resident()
-        del tensors
-        gc.collect()
-        assert gone() is None
-        assert before - _resident() > 50 << 20
-        assert small.untyped_storage().nbytes() == 16
-
-
-def _resident() -> int:
-    with open("/proc/self/statm", encoding="ascii") as file:
+KEPT = """
+import gc, os, sys, weakref
+import dlpack_loader
+def resident():
+    with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+with dlpack_loader.safe_open(sys.argv[1], backend=sys.argv[2]) as reader:
+    tensors = reader.get_tensors()
+assert tensors["big"].sum() == 0  # touches every page
+small, gone = tensors["small"], weakref.ref(tensors["big"])
+before = resident()
+del tensors
+gc.collect()
+assert gone() is None
+assert before - resident() > 50 << 20, before - resident()
+print(small.untyped_storage().nbytes())
+"""
+
+
+@pytest.mark.skipif(not LINUX, reason="/proc counts pages on Linux only")
+@pytest.mark.parametrize("backend", ["mmap", "pread"])
+def test_one_kept_tensor_keeps_its_own_memory_only(tmp_path: Path, backend: str) -> None:
+    """In a process of its own: an allocator that has seen much may keep what is freed."""
+    path = tmp_path / "m.safetensors"
+    save(path, {"big": torch.zeros(64 << 20, dtype=torch.uint8), "small": torch.zeros(4)})
+    done = subprocess.run(
+        [sys.executable, "-c", KEPT, path, backend], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.stdout, done.stderr) == ("16\n", "")
 
 
 def test_use_after_close(path: Path) -> None:
@@ -216,7 +226,7 @@ def test_missing_names_and_wrong_arguments(path: Path) -> None:
             reader.get_tensors(["steps", "q"])
         with pytest.raises(OptionError, match="not one name"):
             reader.get_tensors("steps")
-    for framework in ("jax", "flax", "cupy", "mlx", "tf", "paddle"):
+    for framework in ("jax", "flax", "mlx", "tf", "paddle"):
         with pytest.raises(UnsupportedError, match="not served by this version"):
             safe_open(path, framework)
     wrong: list[Any] = ["PT", "", None, 3]
@@ -226,8 +236,8 @@ def test_missing_names_and_wrong_arguments(path: Path) -> None:
     for device in ("nonsense", "meta", None, True, 1.5):
         with pytest.raises(OptionError, match="is invalid"):
             safe_open(path, device=device)
-    for device in ("cuda", "cuda:1", 0, "mps", "xpu:0"):
-        with pytest.raises(UnsupportedError, match="host memory"):
+    for device in ("mps", "xpu:0"):
+        with pytest.raises(UnsupportedError, match="not to device"):
             safe_open(path, device=device)
     with pytest.raises(OptionError, match="not supported for framework numpy"):
         safe_open(path, "np", "cuda")
@@ -306,10 +316,17 @@ def test_a_fork_after_use_works(path: Path) -> None:
     assert (done.stdout, done.stderr) == ("both\n", "")
 
 
-def test_nothing_is_printed_or_logged(path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_printed_or_logged(
+    path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    for backend in ("mmap", "pread"):
+        with safe_open(path, backend=backend) as reader:
+            tensors = reader.get_tensors()
     with safe_open(path) as reader:
-        reader.get_tensors()
+        reader.load_into(tensors)
+        reader.load_into(tensors, wait=False)
     assert capfd.readouterr() == ("", "")
+    assert caplog.records == []
 
 
 def test_errors_travel_between_processes(path: Path) -> None:

@@ -6,7 +6,7 @@ alone, and calls ``read`` until the plan is done.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib import import_module
@@ -14,31 +14,40 @@ from typing import Any, Protocol
 
 from dlpack_loader.bounds import Bounds
 from dlpack_loader.destination import Memory
-from dlpack_loader.errors import OptionError
+from dlpack_loader.errors import MissingDependencyError, OptionError, UnsupportedError
 from dlpack_loader.header import Entry
 from dlpack_loader.reads import Read, Transfer
+from dlpack_loader.runtime.device import CUDA, ROCM
 from dlpack_loader.runtime.files import Files
+from dlpack_loader.runtime.source import SMALL_BYTES
+from dlpack_loader.stream import OwnedStream
 
 __all__ = [
     "NAMES",
-    "SMALL_BYTES",
     "Backend",
     "BackendInfo",
     "Mapper",
     "Worker",
     "check_fills",
+    "check_host",
     "check_name",
-    "filling_backend",
+    "device_backend",
+    "device_bounds",
+    "direct_backend",
+    "host_backend",
     "is_small",
     "mapping_backend",
     "read_small",
 ]
 
-NAMES = ("auto", "mmap", "pread")
+NAMES = ("auto", "mmap", "pread", "kvikio", "hipfile")
 """What ``backend=`` takes."""
 
-SMALL_BYTES = 1 << 20
-"""Reads below this are made through the page cache, whatever is in it."""
+_DIRECT = {CUDA: "kvikio", ROCM: "hipfile"}
+"""The storage library of each type of device."""
+
+_TITLES = {"kvikio": "KvikIO", "hipfile": "hipFile"}
+_PACKAGES = {"kvikio": "kvikio-cu13 (or kvikio-cu12, for CUDA 12)", "hipfile": "hipfile"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +79,8 @@ class Backend(Protocol):
 
     direct_bytes: int
     """Bytes read straight into destinations, once the workers are closed."""
+    compat_bytes: int
+    """Bytes that a storage library copied through host memory of its own, once the workers are closed."""
     staged_bytes: int
     """Bytes read through staging, once the workers are closed."""
 
@@ -98,9 +109,9 @@ def check_name(name: object) -> str:
     return name
 
 
-def mapping_backend(files: Files) -> Mapper:
-    """Make the backend that maps tensors."""
-    mapper: Mapper = import_module("dlpack_loader.backend.mmap").MmapBackend(files)
+def mapping_backend(files: Files, *, named: bool) -> Mapper:
+    """Make the backend that maps tensors; one that was named raises where there is no mapping to be had."""
+    mapper: Mapper = import_module("dlpack_loader.backend.mmap").MmapBackend(files, named=named)
     return mapper
 
 
@@ -119,12 +130,115 @@ def check_fills(name: str) -> None:
         )
 
 
-def filling_backend(files: Files, memories: Sequence[Memory], bounds: Bounds, *, direct_io: bool | None) -> Backend:
+def host_backend(files: Files, memories: Sequence[Memory], bounds: Bounds, *, direct_io: bool | None) -> Backend:
     """Make the backend that fills host destinations."""
-    backend: Backend = import_module("dlpack_loader.backend.pread").PreadBackend(
-        files, memories, bounds, direct_io=direct_io
-    )
+    module = import_module("dlpack_loader.backend.pread")
+    backend: Backend = module.PreadBackend(files, memories, bounds, direct_io=direct_io)
     return backend
+
+
+def check_host(name: str) -> None:
+    """Refuse a named backend that can't fill host memory.
+
+    Raises
+    ------
+    OptionError
+        It fills the memory of a device only.
+    """
+    if name in _DIRECT.values():
+        raise OptionError(
+            f"backend {name!r} fills the memory of a device, and a destination is in host memory",
+            hint='Use backend="pread" or "auto" for it, in a call of its own or for all',
+        )
+
+
+def device_backend(
+    files: Files, memories: Sequence[Memory], bounds: Bounds, stream: OwnedStream, *, direct_io: bool | None
+) -> Backend:
+    """Make the backend that fills destinations on one device, within bounds of ``device_bounds``."""
+    module = import_module("dlpack_loader.backend.ring")
+    backend: Backend = module.RingBackend(files, memories, bounds, stream, direct_io=direct_io)
+    return backend
+
+
+def direct_backend(
+    name: str,
+    files: Files,
+    memories: Sequence[Memory],
+    bounds: Bounds,
+    stream: OwnedStream,
+    *,
+    device: tuple[int, int],
+    paths: Iterable[str],
+    require_direct: bool,
+) -> tuple[Backend | None, str]:
+    """Make the backend of a device's storage library, for contiguous transfers, or say why there is to be none.
+
+    Parameters
+    ----------
+    name
+        What the caller asked for: ``"auto"`` takes the library only where it reads GPU-direct, from each of ``paths``.
+    require_direct
+        Refuse everything else.
+
+    Returns
+    -------
+    tuple
+        The backend, or None where ``device_backend`` is to serve; and why.
+
+    Raises
+    ------
+    OptionError, MissingDependencyError, UnsupportedError
+        What was named can't serve, or not as it is required.
+    """
+    library = _DIRECT.get(device[0])
+    where = f"{stream.device.kind}:{stream.device.ordinal}"
+    if name != library and name in _DIRECT.values():
+        raise OptionError(f"backend {name!r} does not serve {where}", hint='Use backend="auto" or "pread"')
+    backend: Backend | None = None
+    direct = False
+    if name == "pread":
+        why = "" if not require_direct else "backend 'pread' goes through pinned host memory"
+    elif library is None:
+        why = f"no library reads from storage into memory of DLPack device type {device[0]}"
+    else:
+        try:
+            module = _import_library(library)
+        except MissingDependencyError as error:
+            if name == library:
+                raise
+            why = error.message
+        else:
+            direct, why = module.probe()
+            if direct or name == library:
+                backend = getattr(module, f"{library.capitalize()}Backend")(files, memories, bounds, stream)
+            if (direct and name != library) or require_direct:
+                fallback = getattr(backend, "fallback", None)  # what a library can tell of one file
+                falls = next(filter(None, map(fallback, paths)), None) if fallback is not None else None
+                direct, why = direct and falls is None, falls or why
+    if require_direct and not direct:
+        raise UnsupportedError(
+            f"GPU-direct reads into {where} are not possible: {why}",
+            hint="Change that, or leave out require_direct to read it another way",
+        )
+    return (backend if direct or name == library else None), why
+
+
+def _import_library(library: str) -> Any:
+    try:
+        return import_module(f"dlpack_loader.backend.{library}")
+    except ImportError as error:
+        missing = isinstance(error, ModuleNotFoundError) and error.name == library
+        raise MissingDependencyError(
+            f"{_TITLES[library]} is not installed" if missing else f"{_TITLES[library]} can't be loaded: {error}",
+            hint=f'Install {_PACKAGES[library]}, or use backend="pread"',
+        ) from error
+
+
+def device_bounds(bounds: Bounds) -> Bounds:
+    """Divide a budget for destinations on a device."""
+    divided: Bounds = import_module("dlpack_loader.backend.ring").ring_bounds(bounds)
+    return divided
 
 
 def is_small(transfer: Transfer) -> bool:

@@ -12,9 +12,8 @@ import threading
 from typing import Any
 
 from dlpack_loader.backend import BackendInfo
-from dlpack_loader.errors import TruncatedError, storage_error
+from dlpack_loader.errors import UnsupportedError, storage_error
 from dlpack_loader.header import Entry
-from dlpack_loader.runtime import host
 from dlpack_loader.runtime.arrays import map_array
 from dlpack_loader.runtime.files import Files
 
@@ -31,7 +30,8 @@ _ALIGNMENT = 8
 class MmapBackend:
     """Makes tensors over mapped pages, and counts those that were read instead."""
 
-    def __init__(self, files: Files) -> None:
+    def __init__(self, files: Files, *, named: bool) -> None:
+        self._named = named
         self._files = files
         self._lock = threading.Lock()
         self._copies: dict[str, int] = {}
@@ -47,28 +47,28 @@ class MmapBackend:
 
         Raises
         ------
-        TruncatedError
-            The file ends before the range does: touching the pages would end the process.
+        UnsupportedError
+            There is no mapping to be had, and the caller named this backend.
+        FileChangedError
+            The file is not as its header was read: touching pages beyond its end would end the process.
         """
         if nbytes < MIN_BYTES:
             return self._copied(f"are smaller than {MIN_BYTES:,} bytes")
         if offset % min(itemsize, _ALIGNMENT):
             return self._copied("start at an address that their dtype does not allow")
         with self._files.use(entry.file) as fd:
-            size = host.file_size(fd)
-            if offset + nbytes > size:
-                raise TruncatedError(
-                    "the file ends before the bytes that its header promises",
-                    file=entry.file,
-                    tensor=entry.name,
-                    offset=size,
-                    hint="It was cut off after it was opened; get it again",
-                )
             try:
                 array = map_array(fd, offset, nbytes)
             except OSError as error:
                 if error.errno not in (errno.ENODEV, errno.ENOMEM, errno.EACCES, errno.EPERM):
                     raise storage_error(error.errno, error.strerror, file=entry.file, tensor=entry.name) from None
+                if self._named:
+                    raise UnsupportedError(
+                        f"the range can't be mapped: {error.strerror}",
+                        tensor=entry.name,
+                        file=entry.file,
+                        hint='Use backend="pread", or "auto", which then reads',
+                    ) from None
                 return self._copied(f"could not be mapped ({error.strerror})")
         return array
 

@@ -16,13 +16,18 @@ from typing import Any, Protocol
 from dlpack_loader.destination import Memory, memory_of_dlpack
 from dlpack_loader.dtype import DType
 from dlpack_loader.errors import MissingDependencyError, OptionError, UnsupportedError
+from dlpack_loader.stream import Streams
 
-__all__ = ["Allocation", "Framework", "describer", "framework_named", "wrote"]
+__all__ = ["HOST", "Allocation", "Framework", "describer", "framework_named", "wrote"]
+
+HOST = (1, 0)
+"""DLPack's name for the CPU."""
 
 _ALIASES: Mapping[str, str] = MappingProxyType(
-    {"pt": "torch", "torch": "torch", "pytorch": "torch", "np": "numpy", "numpy": "numpy"}
+    {"pt": "torch", "torch": "torch", "pytorch": "torch", "np": "numpy", "numpy": "numpy", "cupy": "cupy"}
 )
-_LATER = ("cupy", "jax", "flax", "mlx", "tf", "tensorflow", "paddle")
+_LATER = ("jax", "flax", "mlx", "tf", "tensorflow", "paddle")
+_PACKAGES: Mapping[str, str] = MappingProxyType({"cupy": "cupy-cuda13x (or cupy-cuda12x)"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +36,11 @@ class Allocation:
 
     value: Any
     """The tensor or array that is handed out once it is full."""
-    memory: Memory
+    memory: Memory | None = None
+    """Its bytes, where they are in host memory."""
+    raw: Any = None
+    """Its bytes, where they are on a device: one dimension of uint8. Every release of every framework exports that
+    through DLPack, which makes our stream wait for what the allocator's last user of the memory had pending."""
     finish: Callable[[], None] | None = None
     """To be called when the memory is full and before the value is handed out."""
 
@@ -39,14 +48,24 @@ class Allocation:
 class Framework(Protocol):
     """What the loader needs of a framework; the module of its name has one function for each."""
 
-    def check_device(self, device: object) -> None:
-        """Raise OptionError or UnsupportedError when tensors can't be made on that device."""
+    def resolve_device(self, device: object) -> tuple[int, int]:
+        """Return the DLPack type and number of a device as its users spell it; ``HOST`` is the CPU.
 
-    def empty(self, dtype: DType, shape: tuple[int, ...], unit: int) -> Allocation:
-        """Allocate for a selection of ``shape`` units of ``unit`` bytes each."""
+        Raises
+        ------
+        OptionError
+            No device is spelled so, or there is none of that number.
+        UnsupportedError
+            Tensors can't be made there by this version, or by this build of the framework.
+        DeviceError
+            The framework finds no such device, or no driver.
+        """
+
+    def empty(self, dtype: DType, shape: tuple[int, ...], unit: int, device: tuple[int, int], /) -> Allocation:
+        """Allocate for a selection of ``shape`` units of ``unit`` bytes each, on a device that was resolved."""
 
     def wrap(self, array: Any, dtype: DType, shape: tuple[int, ...]) -> Any | None:
-        """View bytes (a NumPy array of uint8 that owns them) as a tensor, or None when only a copy would do."""
+        """View host bytes (a NumPy array of uint8 that owns them) as a tensor, or None when only a copy would do."""
 
     def describe(self, value: Any) -> Memory | None:
         """Name the memory of a tensor of this framework, checked for writing; None for anything else."""
@@ -76,14 +95,17 @@ def framework_named(name: object) -> Framework:
     except ImportError as error:
         package = error.name or _ALIASES[name]
         raise MissingDependencyError(
-            f"framework {name!r} needs the package {package}, which is not installed", hint=f"pip install {package}"
+            f"framework {name!r} needs the package {package}, which is not installed",
+            hint=f"pip install {_PACKAGES.get(package, package)}",
         ) from error
     framework: Framework = module
     return framework
 
 
-def describer() -> Callable[[Any], Memory]:
+def describer(streams: Streams | None) -> Callable[[Any], Memory]:
     """Return a function that names the memory of a destination and checks that it may be written.
+
+    ``streams`` are those of the load that will write, or None to know the facts only.
 
     Tensors of frameworks that the process has imported are asked for their address, which takes a tenth of an export
     and checks more; everything else goes through DLPack. Make a new one for each load: it knows what is imported now.
@@ -95,7 +117,7 @@ def describer() -> Callable[[Any], Memory]:
             memory = named(destination)
             if memory is not None:
                 return memory
-        return memory_of_dlpack(destination)
+        return memory_of_dlpack(destination, streams)
 
     return describe
 
@@ -109,4 +131,4 @@ def wrote(destinations: Iterable[Any]) -> None:
 
 def _loaded() -> list[Framework]:
     """Frameworks that the process has imported: an object of any other can't exist."""
-    return [framework_named(name) for name in ("torch", "numpy") if sys.modules.get(name) is not None]
+    return [framework_named(name) for name in ("torch", "numpy", "cupy") if sys.modules.get(name) is not None]

@@ -11,12 +11,11 @@ import numpy as np
 from dlpack_loader.destination import Memory
 from dlpack_loader.dtype import DTYPES, UINT8, DLDataType, DType
 from dlpack_loader.errors import DestinationBufferError, DestinationTypeError, OptionError
-from dlpack_loader.framework import Allocation
+from dlpack_loader.framework import HOST, Allocation
 from dlpack_loader.runtime.arrays import numpy_dtype
 
-__all__ = ["check_device", "describe", "empty", "wrap", "wrote"]
+__all__ = ["describe", "empty", "resolve_device", "wrap", "wrote"]
 
-_CPU = (1, 0)
 _UNPACK_BYTES = 1 << 20
 _BY_NAME: dict[str, DLDataType] = {d.numpy: d.dlpack for d in DTYPES if d.numpy is not None and d.code != "F4"} | {
     "complex128": (5, 128, 1)
@@ -24,23 +23,24 @@ _BY_NAME: dict[str, DLDataType] = {d.numpy: d.dlpack for d in DTYPES if d.numpy 
 _OPAQUE = 3  # kDLOpaqueHandle: a dtype that equals none of the format's
 
 
-def check_device(device: object) -> None:
+def resolve_device(device: object) -> tuple[int, int]:
     """Accept the CPU only."""
     kind = getattr(device, "type", device)
     if kind != "cpu" and device != "cpu:0":
         raise OptionError(f"Device {device} is not supported for framework numpy", hint='Use device="cpu"')
+    return HOST
 
 
-def empty(dtype: DType, shape: tuple[int, ...], unit: int) -> Allocation:
+def empty(dtype: DType, shape: tuple[int, ...], unit: int, _device: tuple[int, int] = HOST) -> Allocation:
     """Allocate an array; F6 comes as its bytes in uint8, F4 with one element in each byte, as ml_dtypes has it."""
     if dtype.code == "F4":
         return _empty_f4(dtype, shape)
     if dtype.numpy is None:
         shape = (*shape[:-1], shape[-1] * unit) if shape else shape
         value = np.empty(shape, np.uint8)
-        return Allocation(value, Memory(_address(value), UINT8, shape, None, _CPU, value, value.nbytes))
+        return Allocation(value, Memory(_address(value), UINT8, shape, None, HOST, value, value.nbytes))
     value = np.empty(shape, numpy_dtype(dtype.dlpack))
-    return Allocation(value, Memory(_address(value), dtype.dlpack, shape, None, _CPU, value, value.nbytes))
+    return Allocation(value, Memory(_address(value), dtype.dlpack, shape, None, HOST, value, value.nbytes))
 
 
 def _empty_f4(dtype: DType, shape: tuple[int, ...]) -> Allocation:
@@ -48,8 +48,8 @@ def _empty_f4(dtype: DType, shape: tuple[int, ...]) -> Allocation:
     value = np.empty((*shape[:-1], shape[-1] * 2), numpy_dtype(dtype.dlpack))
     flat = value.reshape(-1).view(np.uint8)
     packed = flat[flat.size // 2 :]
-    memory = Memory(_address(packed), dtype.dlpack, shape, None, _CPU, value, packed.nbytes)
-    return Allocation(value, memory, partial(_unpack_f4, flat, packed))
+    memory = Memory(_address(packed), dtype.dlpack, shape, None, HOST, value, packed.nbytes)
+    return Allocation(value, memory, finish=partial(_unpack_f4, flat, packed))
 
 
 def _unpack_f4(flat: np.ndarray[Any, Any], packed: np.ndarray[Any, Any]) -> None:
@@ -94,7 +94,7 @@ def describe(value: Any) -> Memory | None:
             raise DestinationBufferError("the array's strides are not multiples of its itemsize")
         strides = tuple(stride // dtype.itemsize for stride in value.strides)
     triple = _BY_NAME.get(dtype.name) or (_OPAQUE, dtype.itemsize * 8 % 256, 1)
-    return Memory(_address(value), triple, value.shape, strides, _CPU, value, value.nbytes)
+    return Memory(_address(value), triple, value.shape, strides, HOST, value, value.nbytes)
 
 
 def wrote(values: Iterable[Any]) -> None:

@@ -1,4 +1,4 @@
-"""torch: CPU tensors, allocated, wrapped and named."""
+"""torch: tensors of the CPU and of CUDA and ROCm devices, allocated, wrapped and named."""
 
 from __future__ import annotations
 
@@ -9,12 +9,17 @@ import torch
 
 from dlpack_loader.destination import Memory
 from dlpack_loader.dtype import DTYPES, DLDataType, DType
-from dlpack_loader.errors import DestinationBufferError, DestinationTypeError, OptionError, UnsupportedError
-from dlpack_loader.framework import Allocation
+from dlpack_loader.errors import (
+    DestinationBufferError,
+    DestinationTypeError,
+    DeviceError,
+    OptionError,
+    UnsupportedError,
+)
+from dlpack_loader.framework import HOST, Allocation
+from dlpack_loader.runtime.device import CUDA, ROCM
 
-__all__ = ["check_device", "describe", "empty", "wrap", "wrote"]
-
-_CPU = (1, 0)
+__all__ = ["describe", "empty", "resolve_device", "wrap", "wrote"]
 
 _DLPACK: dict[torch.dtype, DLDataType] = {
     getattr(torch, d.torch): d.dlpack for d in DTYPES if d.torch and hasattr(torch, d.torch)
@@ -26,21 +31,51 @@ _OPAQUE = 3  # kDLOpaqueHandle: a dtype that equals none of the format's
 _PLAIN_DISPATCH = torch.Tensor.__torch_dispatch__
 
 
-def check_device(device: object) -> None:
-    """Accept every spelling of the CPU; other devices are not served by this version."""
+def resolve_device(device: object) -> tuple[int, int]:
+    """Accept the CPU, CUDA and ROCm devices, and the number of an accelerator; a bare "cuda" is the current device."""
     if isinstance(device, bool) or not isinstance(device, (str, int, torch.device)):
         raise OptionError(f"device {device!r} is invalid")
     try:
-        kind = "accelerator" if isinstance(device, int) else torch.device(device).type
+        if isinstance(device, int) and torch.cuda.is_available():
+            named = torch.device("cuda", device)
+        else:
+            named = torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise OptionError(f"device {device} is invalid: {str(error).splitlines()[0]}") from None
-    if kind == "meta":
+        reason = str(error).splitlines()[0]
+        if isinstance(device, int) and device >= 0:
+            raise UnsupportedError(
+                f"device {device} is the number of an accelerator, and torch has none here: {reason}",
+                hint='Load with device="cpu"',
+            ) from None
+        raise OptionError(f"device {device} is invalid: {reason}") from None
+    if named.type == "cpu":
+        return HOST
+    if named.type == "meta":
         raise OptionError("device meta is invalid", hint="Use get_tensor_meta to know a tensor without reading it")
-    if kind != "cpu":
+    if named.type != "cuda":
         raise UnsupportedError(
-            f"this version loads into host memory, not to device {str(device)!r}",
+            f"this version loads into memory of the host and of CUDA and ROCm devices, not to device {str(device)!r}",
             hint='Load with device="cpu" and move the tensors with .to(device)',
         )
+    return (ROCM if torch.version.hip else CUDA), _cuda_number(named.index)
+
+
+def _cuda_number(number: int | None) -> int:
+    if not (torch.version.cuda or torch.version.hip):
+        raise UnsupportedError(
+            f"torch {torch.__version__} is built without CUDA",
+            hint='Install a build of torch with CUDA or ROCm, or load with device="cpu"',
+        )
+    if not torch.cuda.is_available():
+        raise DeviceError(
+            f"torch {torch.__version__} finds no CUDA device or no driver that it can use",
+            hint="Check the driver and CUDA_VISIBLE_DEVICES (HIP_VISIBLE_DEVICES on ROCm)",
+        )
+    if number is None:
+        return torch.cuda.current_device()
+    if number >= (count := torch.cuda.device_count()):
+        raise OptionError(f"there is no device cuda:{number}: this process sees {count}, numbered from 0")
+    return number
 
 
 def _dtype(dtype: DType) -> torch.dtype:
@@ -54,16 +89,21 @@ def _dtype(dtype: DType) -> torch.dtype:
     return found
 
 
-def empty(dtype: DType, shape: tuple[int, ...], unit: int) -> Allocation:
-    """Allocate a CPU tensor; F4 comes as torch's packed pairs, F6 as its bytes in uint8."""
+def empty(dtype: DType, shape: tuple[int, ...], unit: int, device: tuple[int, int] = HOST) -> Allocation:
+    """Allocate a tensor; F4 comes as torch's packed pairs, F6 as its bytes in uint8."""
     target = _dtype(dtype)
     if dtype.torch is None and unit > 1:
         shape = (*shape[:-1], shape[-1] * unit)
     # The device is named, so that `with torch.device("meta")` and a default device do not redirect it.
-    value = torch.empty(shape, dtype=target, device="cpu")
+    where = torch.device("cpu") if device == HOST else torch.device("cuda", device[1])
+    if device != HOST:
+        _refuse_capture()
+    value = torch.empty(shape, dtype=target, device=where)
     if type(value) is not torch.Tensor:
         _refuse_mode(type(value).__name__)
-    return Allocation(value, Memory(value.data_ptr(), _DLPACK[target], shape, None, _CPU, value, value.nbytes))
+    if device != HOST:
+        return Allocation(value, raw=value.reshape(-1).view(torch.uint8))
+    return Allocation(value, Memory(value.data_ptr(), _DLPACK[target], shape, None, HOST, value, value.nbytes))
 
 
 def wrap(array: Any, dtype: DType, shape: tuple[int, ...]) -> torch.Tensor | None:
@@ -83,8 +123,10 @@ def describe(value: Any) -> Memory | None:
     """Name the memory of a torch tensor, as ``Tensor.__dlpack__`` would, and check that it may be written."""
     if not isinstance(value, torch.Tensor):
         return None
-    if not value.is_cpu:
-        _refuse_device(value)
+    if value.is_meta:
+        raise DestinationBufferError(
+            "a meta tensor has no memory", hint='Allocate it first, e.g. module.to_empty(device="cpu")'
+        )
     if value.requires_grad:
         raise DestinationTypeError(
             "the tensor requires grad, and filling it would bypass autograd", hint="Pass tensor.detach()"
@@ -94,8 +136,15 @@ def describe(value: Any) -> Memory | None:
             f"a {type(value).__name__} wraps other tensors and has no memory of its own",
             hint="Pass the tensors inside it",
         )
+    if not value.is_cpu:
+        if value.is_neg() or value.is_conj():
+            _refuse_lazy()
+        if value.is_cuda:
+            _refuse_capture()
+        return None  # through DLPack, which orders our stream after torch's
     try:
-        pointer, stored = value.data_ptr(), value.untyped_storage().nbytes()
+        pointer, storage = value.data_ptr(), value.untyped_storage()
+        stored = storage.nbytes()
         shape = tuple(value.shape)  # torch.Size would stay with the garbage collector, which drops plain tuples
     except RuntimeError as error:  # sparse, nested and other layouts
         raise DestinationTypeError(
@@ -115,19 +164,24 @@ def describe(value: Any) -> Memory | None:
             "the tensor's storage was freed, shrunk or never allocated", hint="Allocate it first"
         )
     if value.is_neg() or (dtype[0] == _COMPLEX and value.is_conj()):
-        raise DestinationBufferError(
-            "the tensor is a lazy negative or conjugate view: its memory is not what it shows",
-            hint="Pass the tensor that it was made from, or tensor.resolve_neg().resolve_conj()",
-        )
-    return Memory(pointer, dtype, shape, strides, _CPU, value, nbytes)
+        _refuse_lazy()
+    return Memory(pointer, dtype, shape, strides, HOST, storage, nbytes)
 
 
-def _refuse_device(value: torch.Tensor) -> NoReturn:
-    if value.device.type == "meta":
-        raise DestinationBufferError(
-            "a meta tensor has no memory", hint='Allocate it first, e.g. module.to_empty(device="cpu")'
+def _refuse_capture() -> None:
+    """Refuse while torch's current stream captures: the export would make our stream a part of the graph."""
+    if torch.cuda.is_current_stream_capturing():
+        raise DeviceError(
+            "torch's current stream is capturing a graph, which a load from storage can't be part of",
+            hint="Load before the capture begins or after it ends",
         )
-    raise UnsupportedError(f"this version writes to host memory, not to {value.device}", hint="Pass a CPU tensor")
+
+
+def _refuse_lazy() -> NoReturn:
+    raise DestinationBufferError(
+        "the tensor is a lazy negative or conjugate view: its memory is not what it shows",
+        hint="Pass the tensor that it was made from, or tensor.resolve_neg().resolve_conj()",
+    )
 
 
 def wrote(values: Iterable[Any]) -> None:

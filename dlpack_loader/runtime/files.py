@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import threading
 from collections.abc import Iterator, Mapping
@@ -15,7 +16,7 @@ from dlpack_loader.runtime import host
 
 __all__ = ["Files"]
 
-_MAX_IDLE = 64
+_MAX_IDLE = 8
 """Descriptors kept open while nobody reads from them."""
 
 
@@ -56,6 +57,8 @@ class Files:
             kept = self._open.get(path)
             if kept is None:
                 kept = self._open[path] = _Open(self._open_checked(path, os.O_RDONLY), 0)
+            else:
+                self._check(kept.fd, path)  # it may have been rewritten since it was opened
             kept.users += 1
         try:
             yield kept.fd
@@ -74,9 +77,11 @@ class Files:
             with self.use(path) as fd:
                 try:
                     # The very same inode, even where the path was renamed or removed meanwhile.
-                    return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC | flags)
+                    return self._open_some(f"/proc/self/fd/{fd}", os.O_RDONLY | flags)
                 except FileNotFoundError:
                     pass  # no /proc here
+                except OSError as error:
+                    raise storage_error(error.errno, error.strerror, file=path) from None
         return self._open_checked(path, os.O_RDONLY | flags)
 
     def close(self) -> None:
@@ -86,10 +91,7 @@ class Files:
         """
         with self._guard():
             self._closed = True
-            kept, self._open = self._open, {}
-            for item in kept.values():
-                if item.users == 0:
-                    os.close(item.fd)
+            self._close_idle()
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):  # the interpreter may be half gone
@@ -103,14 +105,35 @@ class Files:
 
     def _open_checked(self, path: str, flags: int) -> int:
         try:
-            fd = os.open(path, flags | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0))
+            fd = self._open_some(path, flags)
         except OSError as error:
             raise storage_error(error.errno, error.strerror, file=path) from None
-        if Shard.identify(os.fstat(fd)) != self._shards[path].identity:
+        try:
+            self._check(fd, path)
+        except BaseException:
             os.close(fd)
+            raise
+        return fd
+
+    def _open_some(self, path: str, flags: int) -> int:
+        """Open a path; where there are too many open files, ours that are idle go first."""
+        flags |= getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+        try:
+            return os.open(path, flags)
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+        self._close_idle()
+        return os.open(path, flags)
+
+    def _close_idle(self) -> None:
+        for path in [path for path, item in self._open.items() if item.users == 0]:
+            os.close(self._open.pop(path).fd)
+
+    def _check(self, fd: int, path: str) -> None:
+        if Shard.identify(os.fstat(fd)) != self._shards[path].identity:
             raise FileChangedError(
                 "the file was replaced or rewritten after its header was read",
                 file=path,
                 hint="Open the checkpoint again",
             )
-        return fd

@@ -39,6 +39,7 @@ ALIGNMENT = 4096
 Vector: TypeAlias = "array[int]"
 """Pieces of memory, each an address and a number of bytes: the layout of an array of ``struct iovec``."""
 
+_RWF_NOWAIT = 8  # of <linux/fs.h>; Python has it only where it was built on a system that has
 _PORTABLE_READ = 0x7FFF0000  # below INT_MAX: what read(2) and Windows' _read move at most
 
 if LINUX:
@@ -143,7 +144,7 @@ def is_resident(fd: int, offset: int) -> bool | None:
     # A read of one byte that may not wait. It keeps the GIL, which costs less than handing it over and back.
     byte = ctypes.c_char()
     piece = vector(ctypes.addressof(byte), 1)
-    count = _preadv2(fd, piece.buffer_info()[0], 1, offset, os.RWF_NOWAIT)
+    count = _preadv2(fd, piece.buffer_info()[0], 1, offset, _RWF_NOWAIT)
     if count < 0 and ctypes.get_errno() == errno.EAGAIN:
         return False
     return True if count == 1 else None

@@ -27,6 +27,7 @@ import torch
 from safetensors.torch import save_file
 
 import dlpack_loader
+from dlpack_loader.runtime import host
 
 THREADS = min(8, 2 * (os.cpu_count() or 1))
 CHUNK = 4 << 20
@@ -204,10 +205,12 @@ def check(path: Path, filled: Mapping[str, torch.Tensor], name: str) -> None:
 
 
 def drop_cache(path: Path) -> None:
-    """Put the file's pages out of the page cache."""
+    """Put the file's pages out of the page cache, and stop where the file system does not do so when asked."""
     fd = os.open(path, os.O_RDONLY)
     os.fsync(fd)
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    if host.is_resident(fd, path.stat().st_size // 2):
+        sys.exit(f"{path} stays in the page cache, so nothing cold can be measured there: choose another --folder")
     os.close(fd)
 
 

@@ -1,0 +1,117 @@
+"""What the loader needs of a device: pinned memory, copies, streams and events. One small protocol for every vendor.
+
+Only the primary context of one device is used, and it is current on a thread just between ``current``'s enter and
+exit: nothing is created on another device, and what the caller had current is current again afterwards. Nothing here
+waits for a whole device.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from importlib import import_module
+from typing import Protocol
+
+from dlpack_loader.errors import DeviceError, MissingDependencyError, UnsupportedError
+
+__all__ = ["CUDA", "CUDA_MANAGED", "ROCM", "Device", "open_device"]
+
+CUDA = 2
+CUDA_MANAGED = 13
+ROCM = 10
+"""DLPack device types."""
+
+_MODULES = {
+    CUDA: ("cuda", "cuda-bindings"),
+    CUDA_MANAGED: ("cuda", "cuda-bindings"),
+    ROCM: ("hip", "rocm-bindings-hip"),
+}
+
+
+class Device(Protocol):
+    """One device. Handles and addresses are plain integers; all calls but ``close`` want ``current``."""
+
+    kind: str
+    """``"cuda"`` or ``"hip"``."""
+    ordinal: int
+
+    def current(self) -> AbstractContextManager[None]:
+        """Make the device's primary context current on this thread, and restore what was."""
+
+    def allocate_pinned(self, nbytes: int) -> int:
+        """Allocate page-locked, page-aligned host memory."""
+
+    def free_pinned(self, address: int) -> None:
+        """Free it."""
+
+    def create_stream(self) -> int:
+        """Create a stream that does not wait for the legacy default stream."""
+
+    def destroy_stream(self, stream: int) -> None:
+        """Destroy it; work on it goes on."""
+
+    def synchronize_stream(self, stream: int) -> None:
+        """Wait on the host for everything on one stream."""
+
+    def is_capturing(self, stream: int) -> bool:
+        """Whether a graph is being captured from the stream."""
+
+    def create_event(self) -> int:
+        """Create an event without timing."""
+
+    def destroy_event(self, event: int) -> None:
+        """Destroy it."""
+
+    def record(self, event: int, stream: int) -> None:
+        """Mark the work that is on the stream now."""
+
+    def wait(self, stream: int, event: int) -> None:
+        """Make later work on the stream wait for the event, without waiting on the host."""
+
+    def synchronize_event(self, event: int) -> None:
+        """Wait on the host for the event."""
+
+    def is_done(self, event: int) -> bool:
+        """Whether the event has happened; never waits."""
+
+    def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        """Enqueue a copy from pinned host memory to the device."""
+
+    def copy_rows(self, target: int, pitch: int, source: int, width: int, rows: int, stream: int) -> None:
+        """Enqueue a copy of packed rows to rows that lie ``pitch`` bytes apart on the device."""
+
+    def close(self) -> None:
+        """Give back the context."""
+
+
+def open_device(device: tuple[int, int]) -> Device:
+    """Open the device of a DLPack type and number.
+
+    Raises
+    ------
+    UnsupportedError
+        No runtime serves that type of device.
+    MissingDependencyError
+        The package that talks to its driver is not installed.
+    DeviceError
+        The driver is absent, too old, or failed.
+    """
+    kind, ordinal = device
+    if kind not in _MODULES:
+        raise UnsupportedError(
+            f"no device runtime serves DLPack device type {kind}",
+            hint="Pass memory of the host or of a CUDA or ROCm device",
+        )
+    name, package = _MODULES[kind]
+    try:
+        module = import_module(f"dlpack_loader.runtime.{name}")
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"destinations on a {name} device need the package {package}, which is not installed",
+            hint=f"pip install {package}",
+        ) from error
+    try:
+        opened: Device = module.open_device(ordinal)
+    except DeviceError as error:
+        error.hint = error.hint or "Check that the driver is installed and that the device is visible to this process"
+        raise
+    return opened
