@@ -2,8 +2,8 @@
 
 Results go to standard output, one row a line; errors and progress go to standard error. At a terminal sizes are
 rounded for people; anywhere else they are exact, nothing is shortened, and lines that are not rows begin with ``#``.
-With ``--json`` the output is one JSON document. The exit code is 1 when something is wrong with the checkpoint or its
-files and 2 when the command line makes no sense.
+With ``--json`` the output is one JSON document; errors are text on standard error in any case. The exit code is 1 when
+something is wrong with the checkpoint or its files and 2 when the command line makes no sense.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from dlpack_loader.backend import Backend, check_host, device_backend, device_bounds, direct_backend, host_backend
@@ -15,11 +15,14 @@ from dlpack_loader.matching import Match
 from dlpack_loader.plan import Plan, is_staged
 from dlpack_loader.progress import Progress
 from dlpack_loader.reads import Transfer
+from dlpack_loader.runtime import host
 from dlpack_loader.runtime.files import Files
 from dlpack_loader.stream import OwnedStream, Streams
 from dlpack_loader.transfer import LoadReport, run
 
 __all__ = ["Access", "fill", "plan_of"]
+
+_SHARE = 16  # of the memory available, one part for staging
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +44,6 @@ class _Job(NamedTuple):
     backend: Backend
     why: str = ""
     """Why this backend, where it does not say so itself."""
-    stream: OwnedStream | None = None
-    """What it is complete on, for a device."""
 
 
 def plan_of(found: Match, bounds: Bounds) -> Plan:
@@ -103,6 +104,7 @@ def _jobs(
         yield _Job(Plan.make(transfers, names, bounds), backend)
         return
     stream = streams.of(device)
+    bounds = _affordable(bounds, stream)
     direct, why = direct_backend(
         access.backend,
         files,
@@ -124,14 +126,22 @@ def _jobs(
             )
         contiguous = [transfer for transfer in transfers if not is_staged(transfer, bounds)]
         if contiguous:
-            yield _Job(Plan.make(contiguous, names, bounds), direct, stream=stream)
+            yield _Job(Plan.make(contiguous, names, bounds), direct)
         why = f"{len(staged)} tensor(s) with strides or a cast can't be read directly"
     elif why:
         why = f"not GPU-direct: {why}"
     if staged:
         bounds = device_bounds(bounds)
         backend = device_backend(files, memories, bounds, stream, direct_io=access.direct_io)
-        yield _Job(Plan.make(staged, names, bounds), backend, why, stream)
+        yield _Job(Plan.make(staged, names, bounds), backend, why)
+
+
+def _affordable(bounds: Bounds, stream: OwnedStream) -> Bounds:
+    """Bound the staging by what is available, where a device's memory is the host's and its tensors take of it too."""
+    room = host.available_memory() if stream.device.unified else None
+    if room is None or room // _SHARE >= bounds.staging_bytes:
+        return bounds
+    return replace(bounds, staging_bytes=max(room // _SHARE, 1))
 
 
 def _by_device(found: Match) -> list[tuple[tuple[int, int] | None, list[Transfer]]]:

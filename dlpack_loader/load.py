@@ -124,7 +124,9 @@ def load_into(
         Require a tensor for every destination and a destination for every tensor. Two names for one memory count once.
         A resolver that returns None has declined, which is not an error.
     cast
-        Allow a destination of another floating-point dtype; values are rounded to nearest even.
+        Allow a destination of another floating-point dtype; values are rounded to nearest even. Two places differ from
+        ``torch.Tensor.to``: what is too large for F8_E4M3 becomes NaN instead of its largest value, and F64 to F16 is
+        rounded once instead of twice.
     wait
         False returns a Pending at once; the destinations are in use until its ``wait`` returns.
     stream, backend, staging_bytes, threads, progress, direct_io, require_direct

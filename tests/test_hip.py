@@ -406,3 +406,15 @@ def test_a_pending_load(hip: Driver, saved: Saved, monkeypatch: pytest.MonkeyPat
     del pending
     gc.collect()
     assert hip.live() == before
+
+
+def test_memory_that_is_the_hosts_too_bounds_the_staging(
+    hip: Driver, saved: Saved, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, tensors = saved
+    monkeypatch.setattr(host, "available_memory", lambda: 16 * 50_000)
+    hip.configure(integrated=True)
+    room = Room(hip, tensors)
+    load_into(path, room.tensors)
+    room.check(tensors)
+    assert 0 < pinned_peak(hip) <= 50_000

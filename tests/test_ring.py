@@ -149,6 +149,25 @@ def test_a_tensor_much_larger_than_the_ring(driver: Driver, tmp_path: Path) -> N
     assert pinned_peak(driver) <= 120 << 10
 
 
+def test_memory_that_is_the_hosts_too_bounds_the_staging(
+    driver: Driver, saved: tuple[Path, dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On an integrated GPU, pinned memory is taken from what the tensors need."""
+    path, tensors = saved
+    monkeypatch.setattr(host, "available_memory", lambda: 16 * 50_000)
+    for integrated in (False, True):
+        driver.reset()
+        driver.configure(integrated=integrated)
+        room = Room(driver, tensors)
+        load_into(path, room.tensors)
+        room.check(tensors)
+        assert pinned_peak(driver) > 0
+        assert (pinned_peak(driver) <= 50_000) == integrated
+    real = [line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable")]
+    monkeypatch.undo()
+    assert abs((host.available_memory() or 0) - int(real[0].split()[1]) * 1024) < 1 << 30
+
+
 def test_a_budget_that_no_slot_fits_into(driver: Driver, saved: tuple[Path, dict[str, torch.Tensor]]) -> None:
     path, tensors = saved
     room = Room(driver, tensors)

@@ -18,6 +18,7 @@ _OLDEST = 12000
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 _DISABLE_TIMING = 2  # CU_EVENT_DISABLE_TIMING
 _PORTABLE = 1  # CU_MEMHOSTALLOC_PORTABLE: pinned for every context
+_INTEGRATED = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_INTEGRATED
 _HOST, _DEVICE = 1, 2  # CU_MEMORYTYPE_HOST, CU_MEMORYTYPE_DEVICE
 _NOT_READY = 600  # CUDA_ERROR_NOT_READY
 
@@ -47,6 +48,7 @@ class CudaDevice:
     def __init__(self, ordinal: int) -> None:
         self.ordinal = ordinal
         self._device = _call(driver.cuDeviceGet, ordinal)
+        self.unified = _call(driver.cuDeviceGetAttribute, _INTEGRATED, self._device) != 0
         self._context = _call(driver.cuDevicePrimaryCtxRetain, self._device)
         self._open = True
 

@@ -33,6 +33,8 @@ class Device(Protocol):
     kind: str
     """``"cuda"`` or ``"hip"``."""
     ordinal: int
+    unified: bool
+    """Whether its memory is the host's memory, as on integrated GPUs: what is pinned is missing there too."""
 
     def current(self) -> AbstractContextManager[None]:
         """Make the device's primary context current on this thread, and restore what was."""

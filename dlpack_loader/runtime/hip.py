@@ -27,6 +27,7 @@ _NON_BLOCKING = 1  # hipStreamNonBlocking
 _DISABLE_TIMING = 2  # hipEventDisableTiming
 _PORTABLE = 1  # hipHostMallocPortable: pinned for every device
 _HOST_TO_DEVICE = hip.hipMemcpyKind.hipMemcpyHostToDevice
+_INTEGRATED = hip.hipDeviceAttribute_t.hipDeviceAttributeIntegrated
 _NOT_READY = 600  # hipErrorNotReady
 
 
@@ -50,6 +51,7 @@ class HipDevice:
     def __init__(self, ordinal: int) -> None:
         self.ordinal = ordinal
         _call(hip.hipDeviceGet, ordinal)  # says now that there is no such device
+        self.unified = _call(hip.hipDeviceGetAttribute, _INTEGRATED, ordinal) != 0
 
     @contextmanager
     def current(self) -> Iterator[None]:

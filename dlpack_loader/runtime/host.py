@@ -21,6 +21,7 @@ __all__ = [
     "Scratch",
     "Vector",
     "after",
+    "available_memory",
     "file_size",
     "is_resident",
     "map_private",
@@ -170,6 +171,18 @@ class Scratch:
             self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
             self.size = nbytes
         return self._address
+
+
+def available_memory() -> int | None:
+    """Return the bytes that can be allocated without swapping, or None where the system does not tell."""
+    try:
+        with open("/proc/meminfo", "rb") as file:
+            for line in file:
+                if line.startswith(b"MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return None
 
 
 def file_size(fd: int) -> int:

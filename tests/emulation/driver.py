@@ -60,6 +60,8 @@ class Settings(TypedDict, total=False):
     """Most bytes of one file read, which is short beyond; 0 is what the vendor has (0)."""
     async_supported: bool
     """File reads on a stream work; otherwise they fail with 5038 (yes)."""
+    integrated: bool
+    """The devices' memory is the host's, as it is on an integrated GPU (no)."""
     async_limit: int
     """Most file reads outstanding on streams, beyond which they fail with 5030; 0 is any number (0)."""
 

@@ -297,6 +297,7 @@ static const struct field setting_names[] = {
     SETTING(patience),         SETTING(hold_timeout_ms),
     SETTING(strict_alignment), SETTING(read_limit),
     SETTING(async_supported),  SETTING(async_limit),
+    SETTING(integrated),
 };
 static const struct field statistic_names[] = {
 #define STATISTIC(name) {#name, offsetof(struct statistics, name)}

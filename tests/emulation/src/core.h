@@ -73,6 +73,7 @@ struct settings {
     long read_limit;       /* file reads: most bytes of one; 0 is the vendor's */
     long async_supported;  /* file reads on a stream */
     long async_limit;      /* file reads on streams: most outstanding; 0 is any number */
+    long integrated;       /* the devices' memory is the host's */
 };
 extern struct settings core_settings;
 

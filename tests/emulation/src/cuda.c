@@ -157,6 +157,7 @@ API CUresult cuDeviceGetAttribute(int *value, int attribute, CUdevice which) {
     switch (attribute) {
     case 10: *value = 32; break;        /* warp size */
     case 16: *value = 8; break;         /* multiprocessors */
+    case 18: *value = (int)core_settings.integrated; break;
     case 33: *value = which + 1; break; /* PCI bus */
     case 40: *value = 2; break;         /* copy engines */
     case 75: *value = 9; break;         /* compute capability 9.0 */

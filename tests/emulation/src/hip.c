@@ -145,12 +145,11 @@ API hipError_t hipDeviceTotalMem(size_t *bytes, int which) {
     *bytes = core_settings.memory;
     return OK;
 }
-/* The attributes' numbers change between releases of HIP; all say 0 here. */
+/* The attributes' numbers change between releases of HIP; but for hipDeviceAttributeIntegrated all say 0 here. */
 API hipError_t hipDeviceGetAttribute(int *value, int attribute, int which) {
-    (void)attribute;
     BEGIN(INIT);
     if (!known(which)) return last(INVALID_DEVICE);
-    *value = 0;
+    *value = attribute == 16 ? (int)core_settings.integrated : 0;
     return OK;
 }
 API hipError_t hipDeviceCanAccessPeer(int *can, int which, int peer) {
