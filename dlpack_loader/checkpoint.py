@@ -23,6 +23,7 @@ from dlpack_loader.errors import (
     StorageError,
     TensorNotFoundError,
     UnsupportedError,
+    few,
     storage_error,
 )
 from dlpack_loader.header import Entry, Header, open_regular, read_header
@@ -250,7 +251,7 @@ def _open_index(path: str) -> Checkpoint:
     for shard_name, names in lacking.items():
         problems.append(
             CheckpointError(
-                f"the index puts {len(names)} tensor(s) in {shard_name} that it does not hold: {_some(names)}",
+                f"the index puts {len(names)} tensor(s) in {shard_name} that it does not hold: {few(names, 5)}",
                 file=targets[shard_name],
                 hint="Index and shard are of different checkpoints, or one of the two is incomplete",
             )
@@ -336,7 +337,3 @@ def _raise_all(problems: list[LoaderError], path: str | None) -> None:
     if problems:
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         raise CheckpointError(f"the checkpoint has {count}", problems=tuple(problems), file=path)
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

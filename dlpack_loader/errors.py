@@ -34,6 +34,7 @@ catch for that kind of fault::
 from __future__ import annotations
 
 import errno as _errno
+from collections.abc import Sequence
 from typing import Any
 
 from safetensors import SafetensorError
@@ -63,6 +64,7 @@ __all__ = [
     "TensorNotFoundError",
     "TruncatedError",
     "UnsupportedError",
+    "few",
     "storage_error",
 ]
 
@@ -111,9 +113,7 @@ class LoaderError(SafetensorError):
         if self.hint:
             text += f". {self.hint}"
         if self.dirty:
-            shown = ", ".join(repr(name) for name in self.dirty[:8])
-            more = f" and {len(self.dirty) - 8} more" if len(self.dirty) > 8 else ""
-            text += f". Partly written, load again before use: {shown}{more}"
+            text += f". Partly written, load again before use: {few(list(map(repr, self.dirty)), 8)}"
         return text
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -269,6 +269,11 @@ class FileChangedError(StorageError):
 
 class TruncatedError(StorageError, EOFError):
     """The file ends before the bytes that its header promises."""
+
+
+def few(names: Sequence[str], most: int) -> str:
+    """Name the first of many, and say how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def storage_error(

@@ -11,7 +11,7 @@ import msgspec
 
 from dlpack_loader.checkpoint import Checkpoint
 from dlpack_loader.destination import Memory, Target, check_overlaps, transfer_into
-from dlpack_loader.errors import DestinationTypeError, DeviceError, LoaderError, StrictError
+from dlpack_loader.errors import DestinationTypeError, DeviceError, LoaderError, StrictError, few
 from dlpack_loader.framework import describer
 from dlpack_loader.header import Entry
 from dlpack_loader.reads import Transfer
@@ -251,18 +251,14 @@ def _identical(one: Memory, other: Memory) -> bool:
 def _strict_error(result: Match, problems: Sequence[LoaderError]) -> StrictError:
     parts = []
     if result.unfilled:
-        parts.append(f"{len(result.unfilled)} destination(s) without a tensor: {_some(result.unfilled)}")
+        parts.append(f"{len(result.unfilled)} destination(s) without a tensor: {few(result.unfilled, 8)}")
     if result.unexpected:
-        parts.append(f"{len(result.unexpected)} tensor(s) without a destination: {_some(result.unexpected)}")
+        parts.append(f"{len(result.unexpected)} tensor(s) without a destination: {few(result.unexpected, 8)}")
     if problems:
-        parts.append(f"{len(problems)} destination(s) that do not fit: {_some([str(p.tensor) for p in problems])}")
+        parts.append(f"{len(problems)} destination(s) that do not fit: {few([str(p.tensor) for p in problems], 8)}")
     return StrictError(
         "destinations and checkpoint do not name the same tensors: " + "; ".join(parts),
         unfilled=tuple(result.unfilled),
         unexpected=tuple(result.unexpected),
         hint="Pass strict=False to load what matches",
     )
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

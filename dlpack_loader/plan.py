@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from dlpack_loader.bounds import Bounds
+from dlpack_loader.errors import few
 from dlpack_loader.reads import MAX_SEGMENTS, Gather, Read, Runs, Scatter, Segment, Transfer, strided_reads
 
 __all__ = ["Plan", "PlanTotals", "is_staged"]
@@ -113,8 +114,7 @@ class Plan:
         ]
         staged = [transfer.name for transfer in self.transfers if is_staged(transfer, self.bounds)]
         if staged:
-            more = f" and {len(staged) - 5} more" if len(staged) > 5 else ""
-            lines.append(f"  these are {', '.join(staged[:5])}{more}")
+            lines.append(f"  these are {few(staged, 5)}")
         return "\n".join(lines)
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dlpack_loader.backend import Backend, BackendInfo
-from dlpack_loader.errors import LoaderError, UnsupportedError
+from dlpack_loader.errors import LoaderError, UnsupportedError, few
 from dlpack_loader.plan import Plan
 from dlpack_loader.progress import Progress, reporting
 from dlpack_loader.reads import Read, Scatter
@@ -77,8 +77,7 @@ class LoadReport:
             ("aliases", tuple(f"{name} = {other}" for name, other in self.aliases.items())),
         ):
             if names:
-                more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-                lines.append(f"  {label:<9} {', '.join(names[:5])}{more}")
+                lines.append(f"  {label:<9} {few(names, 5)}")
         return "\n".join(lines)
 
 
