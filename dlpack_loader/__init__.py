@@ -5,12 +5,15 @@ The header says what the bytes are, DLPack says where they go, a stream says whe
 The files, in the order in which they use one another (a later one uses earlier ones only)::
 
     errors  dtype  header  checkpoint       what the file says
+    html                                    what notebooks show (strings)
     selection  bounds  reads  plan          what is to be read (pure data)
-    dlpack  runtime/  destination           where it goes
+    dlpack  runtime/  destination  region   where it goes
     backend/  transfer                      how it gets there
     framework/  matching  making            whose memory it is
-    reader  load                            the public calls
-    cli                                     people at a terminal
+    lazy  slices                            read when they are used
+    reader  load  sharded  refresh  tree    the public calls
+    bench  diff  doctor                     measuring, comparing, examining
+    cli  integrations/                      people at a terminal; other programs
 """
 
 from dlpack_loader.backend import BackendInfo
@@ -20,8 +23,12 @@ from dlpack_loader.errors import LoaderError
 from dlpack_loader.header import Entry
 from dlpack_loader.load import load_file, load_into, load_model
 from dlpack_loader.plan import Plan
-from dlpack_loader.reader import Reader, Slice, safe_open
+from dlpack_loader.reader import Reader, safe_open
+from dlpack_loader.refresh import Refresher
+from dlpack_loader.sharded import load_sharded_state
+from dlpack_loader.slices import Slice
 from dlpack_loader.transfer import LoadReport, Pending
+from dlpack_loader.tree import flatten, unflatten
 
 __all__ = [
     "BackendInfo",
@@ -32,13 +39,17 @@ __all__ = [
     "Pending",
     "Plan",
     "Reader",
+    "Refresher",
     "Slice",
     "Target",
     "__version__",
+    "flatten",
     "load_file",
     "load_into",
     "load_model",
+    "load_sharded_state",
     "safe_open",
+    "unflatten",
 ]
 
 __version__ = "0.1.0"

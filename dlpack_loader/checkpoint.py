@@ -28,10 +28,13 @@ from dlpack_loader.errors import (
 )
 from dlpack_loader.header import Entry, Header, open_regular, read_header
 
-__all__ = ["Checkpoint", "Shard", "Source", "open_checkpoint"]
+__all__ = ["Checkpoint", "ReadShard", "Shard", "Source", "open_checkpoint", "read_shard"]
 
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 """What can be opened: a path (file, directory or ``*.index.json``), or a sequence of file paths."""
+
+ReadShard = Callable[[str], "Shard | LoaderError"]
+"""Reads the header of one file."""
 
 _INDEX_SUFFIX = ".index.json"
 _SUFFIX = ".safetensors"
@@ -120,6 +123,21 @@ class Checkpoint:
                 merged = {**shard.header.metadata, **merged}
         return merged if found else None
 
+    def same_layout(self, other: Checkpoint) -> bool:
+        """Whether every tensor is known to be at the same place of the same file, but for the files' paths."""
+        if len(self.shards) != len(other.shards) or (self.index is None) != (other.index is None):
+            return False
+        if not all(one.header.same_as(two.header) for one, two in zip(self.shards, other.shards, strict=True)):
+            return False
+        if self.index is None:
+            return True
+        ours, theirs = (
+            {id(shard.header): number for number, shard in enumerate(checkpoint.shards)} for checkpoint in (self, other)
+        )
+        return self._home.keys() == other._home.keys() and all(
+            ours[id(header)] == theirs[id(other._home[name])] for name, header in self._home.items()
+        )
+
     def nbytes(self) -> int:
         """Return the sum of all entries' bytes."""
         return sum(self.entry(name).nbytes for name in self._home)
@@ -131,7 +149,7 @@ class Checkpoint:
         return f"Did you mean {near[0]!r}?" if near else None
 
 
-def open_checkpoint(source: Source) -> Checkpoint:
+def open_checkpoint(source: Source, read: ReadShard | None = None) -> Checkpoint:
     """Read the headers of every file that a source names.
 
     Parameters
@@ -140,6 +158,8 @@ def open_checkpoint(source: Source) -> Checkpoint:
         A file; a sequence of files; a directory, of which the index decides when there is one, and otherwise every
         ``*.safetensors`` in it; or an ``*.index.json`` with a ``weight_map``. With an index, exactly the tensors that
         it lists are the checkpoint's.
+    read
+        Reads one file's header; for callers that keep headers.
 
     Raises
     ------
@@ -151,8 +171,9 @@ def open_checkpoint(source: Source) -> Checkpoint:
     SourceError, UnsupportedError
         The source is nothing that can be opened.
     """
+    read = read or read_shard
     if isinstance(source, (str, os.PathLike)):
-        return _open_path(_path(source))
+        return _open_path(_path(source), read)
     if isinstance(source, (bytes, bytearray, memoryview)) or not isinstance(source, Sequence):
         raise SourceError(
             f"a source is a path or a sequence of paths, not {type(source).__name__}",
@@ -161,7 +182,7 @@ def open_checkpoint(source: Source) -> Checkpoint:
     paths = [_path(item) for item in source]
     if not paths:
         raise SourceError("the sequence of files is empty", hint="Pass at least one path")
-    return _open_files(paths, whole=len(paths) == 1)
+    return _open_files(paths, read, whole=len(paths) == 1)
 
 
 def _path(item: object) -> str:
@@ -181,21 +202,21 @@ def _path(item: object) -> str:
     return item
 
 
-def _open_path(path: str) -> Checkpoint:
+def _open_path(path: str, read: ReadShard) -> Checkpoint:
     try:
         mode = os.stat(path).st_mode
     except OSError as error:
         raise storage_error(error.errno, error.strerror, file=path) from None
     if _stat.S_ISDIR(mode):
-        return _open_directory(path)
+        return _open_directory(path, read)
     if not _stat.S_ISREG(mode):
         raise SourceError("not a regular file", file=path, hint="Copy the data into a file first")
     if path.endswith(_INDEX_SUFFIX):
-        return _open_index(path)
-    return _open_files([path], whole=True)
+        return _open_index(path, read)
+    return _open_files([path], read, whole=True)
 
 
-def _open_directory(path: str) -> Checkpoint:
+def _open_directory(path: str, read: ReadShard) -> Checkpoint:
     try:
         names = sorted(os.listdir(path))
     except OSError as error:
@@ -207,14 +228,14 @@ def _open_directory(path: str) -> Checkpoint:
             f"the directory holds {len(indexes)} indexes: {', '.join(indexes)}", file=path, hint="Pass one of them"
         )
     if indexes:
-        return _open_index(os.path.join(path, indexes[0]))
+        return _open_index(os.path.join(path, indexes[0]), read)
     files = [os.path.join(path, name) for name in names if name.endswith(_SUFFIX)]
     if not files:
         raise FileMissingError("no *.safetensors file in the directory", code=2, file=path)
-    return _open_files(files, whole=False)
+    return _open_files(files, read, whole=False)
 
 
-def _open_index(path: str) -> Checkpoint:
+def _open_index(path: str, read: ReadShard) -> Checkpoint:
     try:
         with open_regular(path) as file:
             weight_map = msgspec.json.decode(file.read(), type=_Index).weight_map
@@ -236,7 +257,7 @@ def _open_index(path: str) -> Checkpoint:
             )
         else:
             targets[shard] = os.path.normpath(os.path.join(folder, shard))
-    shards = _read_shards(targets.values(), problems, once=False)
+    shards = _read_shards(targets.values(), read, problems, once=False)
     by_path = {shard.path: shard for shard in shards}
     home: dict[str, Header] = {}
     lacking: dict[str, list[str]] = {}
@@ -267,9 +288,9 @@ def _open_index(path: str) -> Checkpoint:
     return Checkpoint(shards, home, path)
 
 
-def _open_files(paths: Sequence[str], *, whole: bool) -> Checkpoint:
+def _open_files(paths: Sequence[str], read: ReadShard, *, whole: bool) -> Checkpoint:
     problems: list[LoaderError] = []
-    shards = _read_shards(paths, problems, once=True)
+    shards = _read_shards(paths, read, problems, once=True)
     if whole and problems:
         raise problems[0]
     home: dict[str, Header] = {}
@@ -286,21 +307,24 @@ def _open_files(paths: Sequence[str], *, whole: bool) -> Checkpoint:
     return Checkpoint(shards, home, None)
 
 
-def _read_shards(paths: Iterable[str], problems: list[LoaderError], *, once: bool) -> tuple[Shard, ...]:
+def _read_shards(
+    paths: Iterable[str], read: ReadShard, problems: list[LoaderError], *, once: bool
+) -> tuple[Shard, ...]:
     """Read every header, several at a time (a network disk answers slowly); faults go to ``problems``.
 
     With ``once``, a file that is given by several paths counts once.
     """
     ordered = sorted(set(paths))
-    outcomes = _map(_read_shard, ordered)
+    outcomes = _map(read, ordered)
     problems.extend(outcome for outcome in outcomes if isinstance(outcome, LoaderError))
     shards = (outcome for outcome in outcomes if isinstance(outcome, Shard))
     return tuple({shard.identity[:2]: shard for shard in shards}.values()) if once else tuple(shards)
 
 
-def _read_shard(path: str) -> Shard | LoaderError:
+def read_shard(path: str, *, keep: bool = False, like: Header | None = None) -> Shard | LoaderError:
+    """Read one file's header; return what is wrong with it rather than raise it. See ``read_header``."""
     try:
-        header, stat = read_header(path)
+        header, stat = read_header(path, keep=keep, like=like)
     except LoaderError as error:
         if isinstance(error, StorageError) and os.path.isdir(path):
             error.hint = "It is a directory; pass it alone to open the files in it"

@@ -11,20 +11,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import msgspec
 
 from dlpack_loader import dlpack
 from dlpack_loader.dtype import BY_CODE, DTYPES, DLDataType, DType, dtype_of_dlpack, uint_of_bits
-from dlpack_loader.errors import DestinationBufferError, DestinationError, DestinationTypeError, UnsupportedError
+from dlpack_loader.errors import (
+    DestinationBufferError,
+    DestinationError,
+    DestinationTypeError,
+    OptionError,
+    UnsupportedError,
+)
 from dlpack_loader.header import Entry
 from dlpack_loader.reads import Transfer
 from dlpack_loader.runtime.device import CUDA, CUDA_MANAGED, ROCM
 from dlpack_loader.selection import Selection, Stored, byte_strides, select
 from dlpack_loader.stream import Streams
 
-__all__ = ["Memory", "Target", "check_overlaps", "memory_of_dlpack", "transfer_into", "wanted_shape"]
+__all__ = ["Memory", "Target", "check_overlaps", "memory_of_dlpack", "overlaps_itself", "transfer_into", "wanted_shape"]
 
 _CPU = (1, 0)
 _HOST_DEVICES = (1, 3, 11)  # kDLCPU, kDLCUDAHost, kDLROCMHost
@@ -47,6 +53,14 @@ class Target:
     reinterpret
         Accept a destination of unsigned integers of the entry's width: the bits are moved as they are. For frameworks
         that lack the entry's dtype, such as NumPy arrays of uint16 for BF16.
+    padding
+        None: the destination has exactly the shape of ``tensor[index]``. ``"keep"`` and ``"zero"``: it may be larger,
+        in any dimension; the tensor fills its leading corner. The rest stays as it is, or becomes zero.
+
+    Raises
+    ------
+    OptionError
+        A padding that is none of these.
 
     Examples
     --------
@@ -54,11 +68,19 @@ class Target:
     >>> fused = np.zeros((6, 4), np.float32)
     >>> Target(fused[:3], index=np.s_[0:3]).index
     slice(0, 3, None)
+    >>> Target(fused, padding="zero").padding
+    'zero'
     """
 
     destination: Any
     index: Any = ...
     reinterpret: bool = False
+    padding: Literal["keep", "zero"] | None = None
+
+    def __post_init__(self) -> None:
+        padding: object = self.padding
+        if padding is not None and not (isinstance(padding, str) and padding in ("keep", "zero")):
+            raise OptionError(f'padding is None, "keep" or "zero", not {padding!r}')
 
 
 class Memory(msgspec.Struct, gc=False):
@@ -153,7 +175,8 @@ def _take(destination: Any, streams: Streams | None) -> dlpack.Capsule:
     if kind not in _SERVED_DEVICES:
         device = _DEVICE_NAMES.get(kind, f"DLPack device type {kind}")
         raise UnsupportedError(
-            f"destinations on {device} are not served", hint="Pass memory of the host, of CUDA or of ROCm"
+            f"destinations on {device} are not served",
+            hint="Pass memory of the host, of CUDA or of ROCm, or a torch tensor",
         )
     if streams is None:
         return dlpack.take(destination, stream=-1)
@@ -174,10 +197,11 @@ def _is_compact(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     return True
 
 
-def _folds(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
+def overlaps_itself(memory: Memory) -> bool:
     """Whether elements may share memory: true unless every dimension steps past all that lies inside it."""
-    span = itemsize
-    for stride, size in sorted((abs(stride), size) for stride, size in zip(strides, shape, strict=True)):
+    span = memory.itemsize
+    steps = map(abs, memory.byte_strides())
+    for stride, size in sorted(zip(steps, memory.shape, strict=True)):
         if size > 1:
             if stride < span:
                 return True
@@ -230,7 +254,7 @@ def transfer_into(
     if memory.shape != wanted:
         _wrong_shape(memory.shape, wanted, entry, name)
     target = memory.byte_strides()
-    if memory.strides is not None and _folds(memory.shape, target, memory.itemsize):
+    if memory.strides is not None and overlaps_itself(memory):
         raise DestinationBufferError(
             f"elements of the destination {name!r} share memory, as an expanded tensor's do",
             hint="Pass the tensor that was expanded, or a contiguous copy",
@@ -362,8 +386,11 @@ def _touch(one: Memory, other: Memory) -> bool:
         return False
     from dlpack_loader.runtime import arrays  # NumPy is imported when it is needed
 
+    before = min(memory.extent()[0] for memory in (one, other)) - 1  # a device's addresses may be too long for NumPy
     views = [
-        arrays.array_at(memory.pointer, (*memory.shape, memory.itemsize), (*memory.byte_strides(), 1), arrays.BYTE)
+        arrays.array_at(
+            memory.pointer - before, (*memory.shape, memory.itemsize), (*memory.byte_strides(), 1), arrays.BYTE
+        )
         for memory in (one, other)
     ]
     return arrays.shares_memory(*views)

@@ -83,7 +83,15 @@ class LoaderError(SafetensorError):
     dirty
         Names of the destinations that may hold a mixture of old and new bytes, because the fault came while they were
         being written. An in-place write cannot be undone: load them again before use.
+
+    Attributes
+    ----------
+    report
+        The :class:`dlpack_loader.LoadReport` of a load that ended early, or None where nothing was written: what is
+        ``filled``, what ``failed`` (the dirty ones), and what is ``unfilled`` still.
     """
+
+    report: Any = None
 
     def __init__(
         self,
@@ -136,7 +144,7 @@ class HeaderError(LoaderError, ValueError):
     """The bytes are not a safetensors header.
 
     ``reason`` is the name of the Rust library's error variant (``"InvalidOffset"``, ``"TensorInvalidInfo"``, ...), or
-    ``"DuplicateTensor"`` / ``"EntryForm"`` for the two oddities that Rust accepts and this package refuses.
+    ``"DuplicateTensor"`` / ``"EntryForm"`` for the oddities that Rust accepts and this package refuses.
     """
 
     def __init__(self, message: str, *, reason: str = "", **where: Any) -> None:

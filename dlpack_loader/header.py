@@ -48,6 +48,11 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
     """Absolute offset of its first byte in the file."""
     nbytes: int
 
+    def _repr_html_(self) -> str:
+        from dlpack_loader.html import entry_html
+
+        return entry_html(self)
+
 
 class _Info(msgspec.Struct, gc=False):
     # Defaults make `__metadata__` decode as one of these too; each is one that no real entry passes `_covers` with.
@@ -70,10 +75,15 @@ class Header:
     Iteration, ``len`` and ``in`` go over names in file order: by offset, ties (tensors without bytes) by name.
     """
 
-    __slots__ = ("_infos", "data_start", "file", "metadata")
+    __slots__ = ("_infos", "_raw", "data_start", "file", "metadata")
 
     def __init__(
-        self, file: str, data_start: int, infos: Mapping[str, _Info], metadata: Mapping[str, str] | None
+        self,
+        file: str,
+        data_start: int,
+        infos: Mapping[str, _Info],
+        metadata: Mapping[str, str] | None,
+        raw: bytes | None = None,
     ) -> None:
         self.file = file
         """Path that the header was read from."""
@@ -82,6 +92,18 @@ class Header:
         self.metadata = metadata
         """The ``__metadata__`` strings, or None."""
         self._infos = infos
+        self._raw = raw
+
+    def same_as(self, other: Header) -> bool:
+        """Whether it says the same of its tensors because it was read as like the other one; False proves nothing."""
+        return self._infos is other._infos
+
+    def again(self, file: str, raw: bytes, data_bytes: int) -> Header | None:
+        """Return the header of another file if its bytes are these, which were kept, and as much data follows."""
+        end = max((info.data_offsets[1] for info in self._infos.values()), default=0)
+        if raw != self._raw or data_bytes != end:
+            return None
+        return Header(file, self.data_start, self._infos, self.metadata, self._raw)
 
     def __len__(self) -> int:
         return len(self._infos)
@@ -94,6 +116,11 @@ class Header:
 
     def __repr__(self) -> str:
         return f"Header({self.file!r}, {len(self)} tensors)"
+
+    def _repr_html_(self) -> str:
+        from dlpack_loader.html import header_html
+
+        return header_html(self)
 
     def __getitem__(self, name: str) -> Entry:
         entry = self.get(name)
@@ -118,10 +145,17 @@ class Header:
                 yield Entry(name, info.dtype, info.shape, file, start + begin, end - begin)
 
 
-def read_header(path: str) -> tuple[Header, os.stat_result]:
+def read_header(path: str, *, keep: bool = False, like: Header | None = None) -> tuple[Header, os.stat_result]:
     """Read and check the header of one file.
 
     The file is read with plain reads, never mapped, so file systems without mmap work.
+
+    Parameters
+    ----------
+    keep
+        Keep the bytes, so that the result can serve as ``like``.
+    like
+        A header that was kept: one of the same bytes is not decoded again.
 
     Returns
     -------
@@ -139,7 +173,7 @@ def read_header(path: str) -> tuple[Header, os.stat_result]:
         with open_regular(path) as file:
             facts = os.fstat(file.fileno())
             try:
-                return _read(file, path, facts.st_size), facts
+                return _read(file, path, facts.st_size, keep=keep, like=like), facts
             except HeaderError as error:
                 file.seek(0)
                 error.hint = error.hint or explain_file(file.read(512), facts.st_size)
@@ -189,7 +223,7 @@ class _BytesFile(io.RawIOBase):
         return chunk
 
 
-def _read(file: io.RawIOBase, path: str, size: int) -> Header:
+def _read(file: io.RawIOBase, path: str, size: int, *, keep: bool = False, like: Header | None = None) -> Header:
     if size < _LENGTH_BYTES:
         _refuse("HeaderTooSmall", "header too small", path)
     length = int.from_bytes(_exactly(file, _LENGTH_BYTES, path), "little")
@@ -199,8 +233,11 @@ def _read(file: io.RawIOBase, path: str, size: int) -> Header:
         _refuse("InvalidHeaderLength", "invalid header length", path)
     raw = _exactly(file, length, path)
     data_start = _LENGTH_BYTES + length
+    again = like.again(path, raw, size - data_start) if like is not None else None
+    if again is not None:
+        return again
     infos, metadata = _decode(raw, path, size - data_start)
-    return Header(path, data_start, infos, metadata)
+    return Header(path, data_start, infos, metadata, raw if keep else None)
 
 
 def _exactly(file: io.RawIOBase, count: int, path: str) -> bytes:

@@ -12,7 +12,7 @@ from dlpack_loader.progress import Progress
 from dlpack_loader.reader import DEFAULT_STAGING_BYTES, Reader, safe_open
 from dlpack_loader.transfer import LoadReport, Pending
 
-__all__ = ["load_file", "load_into", "load_model"]
+__all__ = ["load_file", "load_into", "load_model", "module_tensors"]
 
 
 class _Module(Protocol):
@@ -170,6 +170,26 @@ def load_into(
         return reader.load_into(destinations, strict=strict, cast=cast, stream=stream, wait=wait)
 
 
+def module_tensors(module: _Module) -> dict[str, Any]:
+    """Return a module's own tensors by name, as its ``state_dict`` gives them.
+
+    Raises
+    ------
+    DestinationTypeError
+        It has no ``state_dict``.
+    DestinationError
+        One of them is a copy, not the module's own memory.
+    """
+    state = getattr(module, "state_dict", None)
+    if not callable(state):
+        raise DestinationTypeError(
+            f"{type(module).__name__} has no state_dict()", hint="Pass a torch.nn.Module, or use load_into"
+        )
+    destinations = {name: value for name, value in state().items() if hasattr(value, "__dlpack__")}
+    _check_live(module, destinations)
+    return destinations
+
+
 def _check_live(module: Any, destinations: Mapping[str, Any]) -> None:
     """Refuse tensors of a state_dict that are not the module's own memory: filling a copy would change nothing."""
     if not (hasattr(module, "parameters") and hasattr(module, "buffers")):
@@ -209,16 +229,9 @@ def load_model(
     source, cast, stream, backend, staging_bytes, threads, progress, direct_io, require_direct
         As for :func:`load_into`.
     """
-    state = getattr(module, "state_dict", None)
-    if not callable(state):
-        raise DestinationTypeError(
-            f"{type(module).__name__} has no state_dict()", hint="Pass a torch.nn.Module, or use load_into"
-        )
-    destinations = {name: value for name, value in state().items() if hasattr(value, "__dlpack__")}
-    _check_live(module, destinations)
     return load_into(
         source,
-        destinations,
+        module_tensors(module),
         strict=strict,
         cast=cast,
         stream=stream,

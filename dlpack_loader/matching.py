@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import count, repeat
+from itertools import accumulate, count, repeat
 from typing import Any
 
 import msgspec
@@ -14,7 +15,8 @@ from dlpack_loader.destination import Memory, Target, check_overlaps, transfer_i
 from dlpack_loader.errors import DestinationTypeError, DeviceError, LoaderError, StrictError, few
 from dlpack_loader.framework import describer
 from dlpack_loader.header import Entry
-from dlpack_loader.reads import Transfer
+from dlpack_loader.reads import Margin, Transfer
+from dlpack_loader.region import contains, corner_of, margins_of
 from dlpack_loader.stream import Streams
 
 __all__ = ["Destinations", "Match", "Resolver", "match", "match_one"]
@@ -34,12 +36,17 @@ class Match:
     names: list[str] = field(default_factory=list)
     """Tensor name of each destination, by number."""
     memories: list[Memory] = field(default_factory=list)
+    """What a tensor fills of each destination."""
     objects: list[Any] = field(default_factory=list)
     """What the caller passed, by number."""
     unfilled: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     declined: list[str] = field(default_factory=list)
     aliases: dict[str, str] = field(default_factory=dict)
+    wholes: dict[int, Memory] = field(default_factory=dict)
+    """Destinations that are larger than that, by number."""
+    margins: dict[int, tuple[Margin, ...]] = field(default_factory=dict)
+    """What is to be zeroed of those that are to be zeroed, by number."""
 
 
 def match(
@@ -48,8 +55,9 @@ def match(
     """Pair destinations with entries and check every pair.
 
     Two names for one whole memory (tied weights) are one destination: it is filled once, from the first of its names
-    that the checkpoint has, in sorted order; the others are in ``aliases``. A resolver that returns one memory for two
-    tensors is refused.
+    that the checkpoint has, in sorted order; the others are in ``aliases``. So is a destination without a tensor that
+    lies within the memory of one that is filled, as a view does. A resolver that returns one memory for two tensors is
+    refused.
 
     Raises
     ------
@@ -60,9 +68,9 @@ def match(
         the others.
     """
     result = Match()
-    orphans: list[tuple[str, Any]] = []
-    problems = _place(_pair(checkpoint, destinations, result), orphans, result, cast=cast, streams=streams)
-    _adopt_orphans(orphans, result)
+    rest = _Rest()
+    problems = _place(_pair(checkpoint, destinations, result), rest, result, cast=cast, streams=streams)
+    _adopt_orphans(rest, result, streams)
     if strict and (result.unfilled or result.unexpected):
         raise _strict_error(result, problems)
     _finish(problems, result)
@@ -73,16 +81,14 @@ def match_one(entry: Entry, destination: Any, *, streams: Streams | None) -> Mat
     """Pair one entry with its destination and check the pair; the rest of the checkpoint does not matter."""
     result = Match()
     _finish(
-        _place(_Pairs([entry.name], [entry], [destination], tied=False), [], result, cast=False, streams=streams),
+        _place(_Pairs([entry.name], [entry], [destination], tied=False), _Rest(), result, cast=False, streams=streams),
         result,
     )
     return result
 
 
-def _place(
-    pairs: _Pairs, orphans: list[tuple[str, Any]], result: Match, *, cast: bool, streams: Streams | None
-) -> list[LoaderError]:
-    """Make the transfers of the pairs; return what is wrong with any, and put names without entry into ``orphans``."""
+def _place(pairs: _Pairs, rest: _Rest, result: Match, *, cast: bool, streams: Streams | None) -> list[LoaderError]:
+    """Make the transfers of the pairs; return what is wrong with any, and note in ``rest`` what gets no transfer."""
     describe = describer(streams)
     if pairs.plain():
         try:
@@ -112,7 +118,7 @@ def _place(
     partial: set[int] = set()
     for name, entry, item in zip(pairs.names, pairs.found, pairs.items, strict=True):
         if entry is None:
-            orphans.append((name, item))
+            rest.orphans.append((name, item))
             continue
         parts = item if isinstance(item, (list, tuple)) else (item,)
         if not parts:
@@ -120,17 +126,26 @@ def _place(
         for part in parts:
             target = part if isinstance(part, Target) else Target(part)
             number = len(result.memories)
+            whole = None
             try:
-                memory = describe(target.destination)
+                whole = memory = describe(target.destination)
+                if target.padding is not None:
+                    memory = corner_of(whole, entry, name, target.index)
                 transfer = transfer_into(memory, entry, number, name, target.index, target.reinterpret, cast)
             except DeviceError:
                 raise
             except LoaderError as error:
                 error.tensor = error.tensor or name
                 problems.append(error)
+                if whole is not None:
+                    rest.misfits.append(whole)
                 continue
             if target.index is not ...:
                 partial.add(number)
+            if memory is not whole:
+                result.wholes[number] = whole
+                if target.padding == "zero":
+                    result.margins[number] = margins_of(whole, memory, number)
             result.transfers.append(transfer)
             result.names.append(name)
             result.memories.append(memory)
@@ -149,7 +164,20 @@ def _finish(problems: list[LoaderError], result: Match) -> None:
             more = f" and {len(problems) - 9} more" if len(problems) > 9 else ""
             first.message += f"; {len(problems)} destinations do not fit, the others are {rest}{more}"
         raise first
-    check_overlaps(result.memories, result.names)
+    written = result.memories
+    if result.margins:
+        written = [result.wholes[k] if k in result.margins else memory for k, memory in enumerate(written)]
+    check_overlaps(written, result.names)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rest:
+    """Destinations that no tensor fills."""
+
+    orphans: list[tuple[str, Any]] = field(default_factory=list)
+    """Those without an entry."""
+    misfits: list[Memory] = field(default_factory=list)
+    """Those that do not fit their entries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +231,7 @@ def _merge_aliases(partial: set[int], result: Match) -> None:
     for number, (transfer, memory) in enumerate(zip(result.transfers, memories, strict=True)):
         # The address of a view without bytes says nothing.
         twin = first.setdefault(memory.pointer, number) if transfer.written and number not in partial else number
-        if twin != number and _identical(memories[twin], memory) and names[twin] != names[number]:
+        if twin != number and _interchangeable(twin, number, result) and names[twin] != names[number]:
             result.aliases[names[number]] = names[twin]
         else:
             kept.append(number)
@@ -213,29 +241,69 @@ def _merge_aliases(partial: set[int], result: Match) -> None:
     result.names[:] = [names[number] for number in kept]
     result.memories[:] = [memories[number] for number in kept]
     result.objects[:] = [result.objects[number] for number in kept]
-
-
-def _adopt_orphans(orphans: Sequence[tuple[str, Any]], result: Match) -> None:
-    """Count a destination without an entry as filled where it is the memory of one that has an entry."""
-    if not orphans:
-        return
-    describe = describer(None)
-    filled = {
-        result.memories[transfer.destination].pointer: transfer.destination
-        for transfer in result.transfers
-        if transfer.written
+    result.wholes = {k: result.wholes[number] for k, number in enumerate(kept) if number in result.wholes}
+    result.margins = {
+        k: tuple(msgspec.structs.replace(margin, destination=k) for margin in result.margins[number])
+        for k, number in enumerate(kept)
+        if number in result.margins
     }
-    for name, item in orphans:
+
+
+def _adopt_orphans(rest: _Rest, result: Match, streams: Streams | None) -> None:
+    """Count a destination without an entry as filled where it lies within the memory of one that has an entry.
+
+    Writers leave out a tensor that is a view of another one that they write. A view of what does not fit its entry is
+    nothing of its own: the fault is the other one's.
+    """
+    if not rest.orphans:
+        return
+    describe = describer(streams)
+    numbers = sorted({transfer.destination for transfer in result.transfers if transfer.written})
+    places = [(result.wholes.get(number, result.memories[number]), result.names[number]) for number in numbers]
+    find = _finder([*(memory for memory, _ in places), *rest.misfits])
+    for name, item in rest.orphans:
+        parts = item if isinstance(item, (list, tuple)) else (item,)
         try:
-            memory = describe(item.destination if isinstance(item, Target) else item)
+            found = [find(describe(part.destination if isinstance(part, Target) else part)) for part in parts]
+        except DeviceError:
+            raise
         except LoaderError:
+            found = []
+        holders = [place for place in found if place is not None]
+        if not holders or len(holders) < len(found):
             result.unfilled.append(name)
-            continue
-        twin = filled.get(memory.pointer)
-        if twin is not None and _identical(result.memories[twin], memory):
-            result.aliases[name] = result.names[twin]
-        else:
-            result.unfilled.append(name)
+        elif max(holders) < len(places):
+            result.aliases[name] = places[holders[0]][1]
+
+
+def _finder(memories: Sequence[Memory]) -> Callable[[Memory], int | None]:
+    """Return a function that finds the first of these memories that another one lies within."""
+    order = sorted(range(len(memories)), key=lambda k: memories[k].extent()[0])
+    extents = [memories[k].extent() for k in order]
+    lows = [low for low, _ in extents]
+    furthest = list(accumulate((high for _, high in extents), max))
+
+    def find(memory: Memory) -> int | None:
+        low, high = memory.extent()
+        found = []
+        k = bisect_right(lows, low) - 1
+        while k >= 0 and furthest[k] >= high:  # of those that begin before it, one reaches as far
+            if contains(memories[order[k]], memory):
+                found.append(order[k])
+            k -= 1
+        return min(found, default=None)
+
+    return find
+
+
+def _interchangeable(one: int, other: int, result: Match) -> bool:
+    """Whether two destinations are one memory that is to be written in the same places."""
+    return (
+        _identical(result.memories[one], result.memories[other])
+        and (one in result.margins) == (other in result.margins)
+        and (one in result.wholes) == (other in result.wholes)
+        and (one not in result.wholes or _identical(result.wholes[one], result.wholes[other]))
+    )
 
 
 def _identical(one: Memory, other: Memory) -> bool:

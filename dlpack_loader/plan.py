@@ -12,7 +12,7 @@ from functools import cached_property
 
 from dlpack_loader.bounds import Bounds
 from dlpack_loader.errors import few
-from dlpack_loader.reads import MAX_SEGMENTS, Gather, Read, Runs, Scatter, Segment, Transfer, strided_reads
+from dlpack_loader.reads import MAX_SEGMENTS, Gather, Margin, Read, Runs, Scatter, Segment, Transfer, strided_reads
 
 __all__ = ["Plan", "PlanTotals", "is_staged"]
 
@@ -33,6 +33,13 @@ class PlanTotals:
     """Bytes read through the staging buffer."""
     peak_staging: int
     """Most bytes of staging in use at a time, for all workers together."""
+    bytes_zeroed: int = 0
+    """Bytes of padded destinations that no tensor fills, and that become zero."""
+
+    def _repr_html_(self) -> str:
+        from dlpack_loader.html import totals_html
+
+        return totals_html(self)
 
 
 @dataclass(frozen=True)
@@ -44,13 +51,17 @@ class Plan:
     names: tuple[str, ...]
     """Name of each destination, by number."""
     bounds: Bounds = field(default_factory=Bounds)
+    margins: tuple[Margin, ...] = ()
+    """What is zeroed, before the first read; no read writes there."""
 
     @classmethod
-    def make(cls, transfers: Iterable[Transfer], names: Iterable[str], bounds: Bounds) -> Plan:
+    def make(
+        cls, transfers: Iterable[Transfer], names: Iterable[str], bounds: Bounds, margins: Iterable[Margin] = ()
+    ) -> Plan:
         """Order the transfers; those without bytes need no read and drop out."""
         wanted = [transfer for transfer in transfers if transfer.written]
         wanted.sort(key=lambda transfer: (transfer.file, transfer.offset))
-        return cls(tuple(wanted), tuple(names), bounds)
+        return cls(tuple(wanted), tuple(names), bounds, tuple(margins))
 
     def reads(self) -> Iterator[Read]:
         """Make the reads, transfer by transfer, none longer than the bounds allow; a unit to be cast is read whole."""
@@ -97,7 +108,20 @@ class Plan:
             else:
                 direct += read.nbytes
         written = sum(transfer.written for transfer in self.transfers)
-        return PlanTotals(reads, direct + staged, written, direct, staged, peak * min(self.bounds.threads, gathers))
+        return PlanTotals(
+            reads,
+            direct + staged,
+            written,
+            direct,
+            staged,
+            peak * min(self.bounds.threads, gathers),
+            sum(margin.nbytes for margin in self.margins),
+        )
+
+    def _repr_html_(self) -> str:
+        from dlpack_loader.html import plan_html
+
+        return plan_html(self, is_staged)
 
     def explain(self) -> str:
         """Describe what will happen: reads, bytes, what is direct and what is staged, and the peak of staging."""
@@ -115,11 +139,14 @@ class Plan:
         staged = [transfer.name for transfer in self.transfers if is_staged(transfer, self.bounds)]
         if staged:
             lines.append(f"  these are {few(staged, 5)}")
+        if self.margins:
+            padded = list(dict.fromkeys(self.names[margin.destination] for margin in self.margins))
+            lines.append(f"  zeroed    {totals.bytes_zeroed:,} bytes, which no tensor fills, of {few(padded, 5)}")
         return "\n".join(lines)
 
 
 def is_staged(transfer: Transfer, bounds: Bounds) -> bool:
     """Whether a transfer goes through the staging buffer: its reads are all direct, or none is."""
-    if not transfer.axes and not transfer.cast:
+    if not transfer.written or (not transfer.axes and not transfer.cast):
         return False
     return isinstance(next(strided_reads(transfer, bounds), None), Gather)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from dlpack_loader.backend import (
     BackendInfo,
@@ -16,19 +18,23 @@ from dlpack_loader.backend import (
 from dlpack_loader.bounds import Bounds
 from dlpack_loader.checkpoint import Checkpoint, Source, open_checkpoint
 from dlpack_loader.destination import Target
-from dlpack_loader.errors import ClosedError, OptionError
+from dlpack_loader.errors import ClosedError, MissingDependencyError, OptionError
 from dlpack_loader.filling import Access, fill, plan_of
-from dlpack_loader.framework import HOST, framework_named
+from dlpack_loader.framework import HOST, Place, framework_named
 from dlpack_loader.header import Entry
 from dlpack_loader.making import Maker
 from dlpack_loader.matching import Destinations, match, match_one
 from dlpack_loader.plan import Plan
 from dlpack_loader.progress import Progress
-from dlpack_loader.runtime.files import Files
+from dlpack_loader.runtime.files import Files, lock_of_process
+from dlpack_loader.slices import Slice
 from dlpack_loader.stream import Streams
 from dlpack_loader.transfer import LoadReport, Pending
 
-__all__ = ["Reader", "Slice", "safe_open"]
+if TYPE_CHECKING:
+    from dlpack_loader.lazy import LazyReport, LazySource, LazyTensor
+
+__all__ = ["Reader", "safe_open"]
 
 DEFAULT_STAGING_BYTES = 64 << 20
 
@@ -55,11 +61,13 @@ def safe_open(
     source
         A file, a sequence of files, a directory or an ``*.index.json``.
     framework
-        ``"pt"`` (``"torch"``, ``"pytorch"``), ``"np"`` (``"numpy"``) or ``"cupy"``.
+        ``"pt"`` (``"torch"``, ``"pytorch"``), ``"np"`` (``"numpy"``), ``"cupy"`` or ``"jax"`` (``"flax"``).
     device
         Where tensors are made, and nowhere else: the CPU; for torch and CuPy also a CUDA or ROCm device, as
         ``"cuda:1"``, as a number, or as a device object of theirs. ``"cuda"`` is the framework's device that is current
-        now. CuPy has no arrays on the CPU, so it has to be told a device.
+        now. CuPy has no arrays on the CPU, so it has to be told a device. For JAX also a ``jax.Device``, a
+        ``jax.sharding.Sharding``, a mapping from names to these, or a function from an entry to one; of each tensor
+        only the bytes that the devices of this process need are read. See :mod:`dlpack_loader.framework.jax`.
     backend
         ``"mmap"``: tensors are views of private mappings, read when touched. ``"pread"``: tensors are read at once into
         memory of their own; the memory of a device is filled through pinned memory. ``"kvikio"``, ``"hipfile"``: the
@@ -133,7 +141,7 @@ def check_flags(progress: object, direct_io: object) -> None:
 
 
 def check_stream(stream: object) -> None:
-    """Refuse a stream: the memory that this version writes has none."""
+    """Refuse a stream where tensors are made in host memory, which has none."""
     if stream is not None:
         raise OptionError("host memory has no stream", hint="Pass stream=None")
 
@@ -149,7 +157,7 @@ class Reader:
         self,
         checkpoint: Checkpoint,
         framework: str,
-        device: tuple[int, int],
+        device: Place,
         *,
         bounds: Bounds,
         stream: object,
@@ -170,6 +178,8 @@ class Reader:
         self._backend = backend
         self._maker = Maker(self._access, framework_named(framework), device, backend=backend, stream=stream)
         self._filled: BackendInfo | None = None
+        self._lazy: LazySource | None = None
+        self._locks: dict[int, threading.Lock] = {}
 
     # What safetensors.safe_open has
 
@@ -206,7 +216,7 @@ class Reader:
 
     def get_slice(self, name: str) -> Slice:
         """Return a tensor to be indexed: only the bytes of the selection are read."""
-        return Slice(self, self.entry(name))
+        return Slice(self.select, self.entry(name))
 
     def get_tensor_meta(self, name: str) -> tuple[str, list[int]]:
         """Return a tensor's dtype code and its shape, without reading it."""
@@ -231,6 +241,11 @@ class Reader:
         where = self._checkpoint.index or (shards[0].path if len(shards) == 1 else f"{len(shards)} files")
         return f"<Reader of {where!r}, {len(self)} tensors, {self._checkpoint.nbytes():,} bytes>"
 
+    def _repr_html_(self) -> str:
+        from dlpack_loader.html import checkpoint_html
+
+        return checkpoint_html(self._checkpoint)
+
     def entry(self, name: str) -> Entry:
         """Return a tensor's header entry: dtype code, shape, file, absolute offset and bytes."""
         return self._opened().entry(name)
@@ -245,7 +260,7 @@ class Reader:
         index
             A NumPy-style basic index into the tensor.
         stream
-            None: host memory has no stream.
+            A stream of the destination's device that the read waits for, beside the one that its producer has work on.
         """
         entry = self.entry(name)
         if not isinstance(destination, Target):
@@ -263,6 +278,58 @@ class Reader:
         """Return the part of an entry that a basic index selects; only its bytes are read."""
         self._opened()
         return self._maker.make([(entry, index)])[0]
+
+    def lazy(self, name: str) -> LazyTensor:
+        """Return a torch tensor that is read when it is copied somewhere; see :class:`dlpack_loader.lazy.LazyTensor`.
+
+        It stays good after the reader was closed.
+        """
+        entry = self.entry(name)
+        return self._lazy_source().tensor(entry)
+
+    def iter_lazy(self, filter: Callable[[Entry], bool] | None = None) -> Iterator[tuple[str, LazyTensor]]:  # noqa: A002
+        """Yield names and lazy tensors in the order of the bytes, for consumers such as ``model.load_weights``.
+
+        Parameters
+        ----------
+        filter
+            Which entries to yield; nothing is read of the others.
+        """
+        checkpoint = self._opened()
+        source = self._lazy_source()
+        for name in checkpoint.offset_keys():
+            entry = checkpoint.entry(name)
+            if filter is None or filter(entry):
+                yield name, source.tensor(entry)
+
+    def deferring(self) -> AbstractContextManager[None]:
+        """Collect the copies of lazy tensors that this thread makes, and read all of them together.
+
+        Reading everything by one plan is faster than tensor by tensor, and happens when the context is left: after an
+        exception nothing of what was collected is written. An operation of torch that needs memory with a copy still
+        to come makes the copies happen first, and so does asking a tensor for its address, its storage, a NumPy array
+        or a pickle. Whatever got hold of the memory before the copy (a NumPy array of it, a raw address), and another
+        thread, has to wait for the end of the context. Casts are made at once.
+        """
+        return self._lazy_source().deferring()
+
+    def lazy_report(self) -> LazyReport:
+        """Return what was read through lazy tensors of this reader, so far."""
+        return self._lazy_source().report()
+
+    def _lazy_source(self) -> LazySource:
+        if self._lazy is None:
+            check_fills(self._backend)
+            try:
+                from dlpack_loader.lazy import LazySource
+            except ImportError as error:
+                raise MissingDependencyError(
+                    "lazy tensors are torch's, which is not installed", hint="pip install torch"
+                ) from error
+            with lock_of_process(self._locks):  # one for all threads, since it counts
+                if self._lazy is None:
+                    self._lazy = LazySource(self._access)
+        return self._lazy
 
     def plan(self, destinations: Destinations, *, strict: bool = True, cast: bool = False) -> Plan:
         """Check destinations and return the reads that would fill them; nothing is read or written."""
@@ -318,36 +385,3 @@ class Reader:
         if checkpoint is None:
             raise ClosedError("File is closed", hint="Open the checkpoint again")
         return checkpoint
-
-
-class Slice:
-    """A tensor that is read by indexing; made by :meth:`Reader.get_slice`.
-
-    Indices are NumPy's basic ones for every framework: integers, slices of any sign and step, ``...``. They count
-    elements of the header's shape; F4 and F6 can be cut where a byte ends.
-    """
-
-    __slots__ = ("_entry", "_reader")
-
-    def __init__(self, reader: Reader, entry: Entry) -> None:
-        self._reader = reader
-        self._entry = entry
-
-    def get_shape(self) -> list[int]:
-        """Return the tensor's shape, in elements."""
-        return list(self._entry.shape)
-
-    def get_dtype(self) -> str:
-        """Return the tensor's dtype code."""
-        return self._entry.dtype
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._reader.select(self._entry, index)
-
-    def __len__(self) -> int:
-        if not self._entry.shape:
-            raise TypeError("len() of a 0-d tensor")
-        return self._entry.shape[0]
-
-    def __repr__(self) -> str:
-        return f"<Slice of {self._entry.name!r}, {self._entry.dtype}, {list(self._entry.shape)}>"

@@ -16,6 +16,7 @@ Which read serves which part:
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
 from typing import NamedTuple
 
 import msgspec
@@ -23,7 +24,18 @@ import msgspec
 from dlpack_loader.bounds import Bounds
 from dlpack_loader.dtype import DLDataType
 
-__all__ = ["MAX_SEGMENTS", "Axis", "Gather", "Read", "Runs", "Scatter", "Segment", "Transfer", "strided_reads"]
+__all__ = [
+    "MAX_SEGMENTS",
+    "Axis",
+    "Gather",
+    "Margin",
+    "Read",
+    "Runs",
+    "Scatter",
+    "Segment",
+    "Transfer",
+    "strided_reads",
+]
 
 MAX_SEGMENTS = 1024
 """Buffers that one ``preadv`` takes (IOV_MAX on Linux)."""
@@ -153,19 +165,62 @@ class Transfer(msgspec.Struct, frozen=True, gc=False):
         unit
             Bytes of one unit in the file.
         """
-        axes: list[Axis] = []
-        for axis in map(Axis, shape, source, target):
-            if axis.steps == 1:
-                continue
-            outer = axes[-1] if axes else None
-            if outer and outer.source == axis.steps * axis.source and outer.target == axis.steps * axis.target:
-                axes[-1] = Axis(outer.steps * axis.steps, axis.source, axis.target)
-            else:
-                axes.append(axis)
+        axes = _merged(shape, source, target)
         run = unit
         if axes and cast is None and axes[-1].source == unit and axes[-1].target == unit:
             run *= axes.pop().steps
         return cls(name, file, offset, destination, run, tuple(axes), cast, written)
+
+
+class Margin(msgspec.Struct, frozen=True, gc=False):
+    """A part of a destination that is larger than its tensor, to be zeroed: equal runs that lie evenly spaced."""
+
+    destination: int
+    """Number of the destination."""
+    at: int
+    """Bytes from the destination's first element to the first of the run that lies lowest; may be negative."""
+    run: int
+    """Bytes that are contiguous."""
+    axes: tuple[tuple[int, int], ...] = ()
+    """Positions, and bytes from one to the next, outermost first; empty for one run."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes zeroed."""
+        return self.run * prod(steps for steps, _ in self.axes)
+
+    @classmethod
+    def strided(cls, destination: int, at: int, *, shape: tuple[int, ...], steps: tuple[int, ...], unit: int) -> Margin:
+        """Make the margin of a box of elements: dimensions that step evenly become one.
+
+        Parameters
+        ----------
+        shape
+            Elements in each dimension.
+        steps
+            Bytes between neighbours; none is negative.
+        unit
+            Bytes of one element.
+        """
+        axes = [(axis.steps, axis.target) for axis in _merged(shape, steps, steps)]
+        run = unit
+        if axes and axes[-1][1] == unit:
+            run *= axes.pop()[0]
+        return cls(destination, at, run, tuple(axes))
+
+
+def _merged(shape: tuple[int, ...], source: tuple[int, ...], target: tuple[int, ...]) -> list[Axis]:
+    """Return the axes of a box, outermost first; those that step evenly on both sides become one."""
+    axes: list[Axis] = []
+    for axis in map(Axis, shape, source, target):
+        if axis.steps == 1:
+            continue
+        outer = axes[-1] if axes else None
+        if outer and outer.source == axis.steps * axis.source and outer.target == axis.steps * axis.target:
+            axes[-1] = Axis(outer.steps * axis.steps, axis.source, axis.target)
+        else:
+            axes.append(axis)
+    return axes
 
 
 def strided_reads(transfer: Transfer, bounds: Bounds) -> Iterator[Runs | Gather]:

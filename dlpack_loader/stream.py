@@ -5,7 +5,8 @@ caller's are *borrowed*: events are recorded on them and they are made to wait f
 and never synchronised. The order that follows:
 
 - a producer that exports its memory is given our stream, and makes it wait for its pending work (the DLPack protocol);
-  a stream that the caller names is waited for too;
+  where torch has to be asked instead, our stream waits for torch's current one; a stream that the caller names is
+  waited for too;
 - our copies are on our stream;
 - a host-synchronous load waits on the host for our stream's last event, after which any reader sees the data;
   otherwise ``Pending.wait_on(stream)`` makes a stream of the caller's wait for it.
@@ -15,10 +16,10 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from dlpack_loader.errors import DeviceError, OptionError
-from dlpack_loader.runtime.device import ROCM, Device, open_device
+from dlpack_loader.runtime.device import OF_TORCH, ROCM, Device, StorageDevice, open_device
 
 __all__ = ["OwnedStream", "Streams", "handle_of"]
 
@@ -138,11 +139,24 @@ class Streams:
         """Return the stream of a DLPack device; a stream that the caller named is followed first."""
         owned = self._owned.get(device)
         if owned is None:
-            handle = None if self._borrowed is None else handle_of(self._borrowed, device[0])
-            owned = self._owned[device] = OwnedStream(open_device(device))
-            if handle is not None:
-                owned.follow(handle)
+            handle = None
+            if self._borrowed is not None and device[0] not in OF_TORCH:
+                handle = handle_of(self._borrowed, device[0])
+            owned = OwnedStream(open_device(device))
+            if self._borrowed is not None:
+                try:
+                    owned.follow(_number_of(self._borrowed, owned) if handle is None else handle)
+                except BaseException:
+                    owned.close()
+                    raise
+            self._owned[device] = owned
         return owned
+
+    def adopt(self, device: tuple[int, int], storage: object) -> None:
+        """Take in the storage of a destination on a device of ``OF_TORCH``, which no export makes us wait for."""
+        owned = self.of(device)
+        with owned.device.current():
+            cast("StorageDevice", owned.device).adopt(storage, owned.handle)
 
     def check(self) -> None:
         """Refuse a borrowed stream that no destination has a use for."""
@@ -172,7 +186,7 @@ class Streams:
         self._published.wait()
         with self._lock:  # not while they are being destroyed
             for device, owned in self._owned.items():
-                owned.lead(handle_of(stream, device[0]))
+                owned.lead(_number_of(stream, owned) if device[0] in OF_TORCH else handle_of(stream, device[0]))
 
     def close(self) -> None:
         """Wait on the host for all of them and destroy them; doing it twice is fine."""
@@ -187,3 +201,7 @@ class Streams:
             owned, self._owned = self._owned, {}
             for stream in owned.values():
                 closing.callback(stream.close)
+
+
+def _number_of(stream: Any, owned: OwnedStream) -> int:
+    return cast("StorageDevice", owned.device).number_of(stream)

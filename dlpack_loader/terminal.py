@@ -63,10 +63,16 @@ def print_json(content: dict[str, Any]) -> None:
     print(json.dumps(content, indent=2 if sys.stdout.isatty() else None))
 
 
-def print_table(rows: Sequence[Sequence[str]]) -> None:
-    """Align five columns below the first row. Plain text: quick for any number of rows, and good for pipes."""
-    name, dtype, shape, nbytes, _ = (max(map(len, column)) for column in zip(*rows, strict=True))
-    form = f"{{:<{name}}}  {{:<{dtype}}}  {{:>{shape}}}  {{:>{nbytes}}}  {{}}"
+def print_table(rows: Sequence[Sequence[str]], sides: str) -> None:
+    """Align columns below the first row. Plain text: quick for any number of rows, and good for pipes.
+
+    Parameters
+    ----------
+    sides
+        For each column, ``<`` where it begins or ``>`` where it ends at one place.
+    """
+    widths = (max(map(len, column)) for column in zip(*rows, strict=True))
+    form = "  ".join(f"{{:{side}{width}}}" for side, width in zip(sides, widths, strict=True))
     head, *lines = (form.format(*row).rstrip() for row in rows)
     Console().print(Text(head, style="bold"), soft_wrap=True)
     print("".join(f"{line}\n" for line in lines), end="")

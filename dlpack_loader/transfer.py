@@ -18,10 +18,10 @@ from dlpack_loader.backend import Backend, BackendInfo
 from dlpack_loader.errors import LoaderError, UnsupportedError, few
 from dlpack_loader.plan import Plan
 from dlpack_loader.progress import Progress, reporting
-from dlpack_loader.reads import Read, Scatter
+from dlpack_loader.reads import Margin, Read, Scatter
 from dlpack_loader.stream import Streams
 
-__all__ = ["LoadReport", "Pending", "run"]
+__all__ = ["LoadReport", "Pending", "Tally", "run"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -39,11 +39,13 @@ class LoadReport:
     declined: tuple[str, ...]
     """Tensors that a resolver returned None for; not read."""
     aliases: dict[str, str]
-    """Destinations that are the same memory as another one, which was filled in their stead."""
+    """Destinations that lie within the memory of another one, which was filled in their stead."""
     bytes_read: int
     """Bytes asked of the storage."""
     bytes_written: int
-    """Bytes written into destinations."""
+    """Bytes of tensors written into destinations."""
+    bytes_zeroed: int
+    """Bytes of padded destinations, beside their tensors, that were zeroed."""
     direct_bytes: int
     """Of the bytes read: straight into destinations."""
     compat_bytes: int
@@ -56,10 +58,17 @@ class LoadReport:
     """The backend used."""
     reason: str
     """Why that one, and how the bytes came."""
+    failed: tuple[str, ...] = ()
+    """Destinations that may hold a mixture, in the report of an error; ``unfilled`` then has those not begun too."""
 
     def info(self) -> BackendInfo:
         """Say which backend served, whether every byte came directly, and why."""
         return BackendInfo(self.backend, self.staged_bytes == self.compat_bytes == 0, self.reason)
+
+    def _repr_html_(self) -> str:
+        from dlpack_loader.html import load_report_html
+
+        return load_report_html(self)
 
     def __str__(self) -> str:
         rate = self.bytes_written / self.seconds / 1e9 if self.seconds else 0.0
@@ -70,7 +79,10 @@ class LoadReport:
             f"  read      {self.bytes_read:,} bytes: {how}",
             f"  backend   {self.backend}: {self.reason}",
         ]
+        if self.bytes_zeroed:
+            lines.insert(1, f"  zeroed    {self.bytes_zeroed:,} bytes of padding")
         for label, names in (
+            ("failed", self.failed),
             ("unfilled", self.unfilled),
             ("unexpected", self.unexpected),
             ("declined", self.declined),
@@ -171,17 +183,46 @@ def _perform(work: Callable[[], LoadReport], outcome: _Outcome) -> None:
         outcome.error = error
 
 
-def run(plan: Plan, backend: Backend, progress: Progress | None = None) -> None:
-    """Perform every read of a plan.
+@dataclass(slots=True)
+class Tally:
+    """What became of the destinations of one load, by number, over all of its plans."""
+
+    finished: set[int] = field(default_factory=set)
+    dirty: set[int] = field(default_factory=set)
+    cause: BaseException | None = None
+    """What ended a plan early."""
+
+
+def run(
+    plan: Plan,
+    backend: Backend,
+    progress: Progress | None = None,
+    *,
+    zero: Callable[[Margin], object] | None = None,
+    tally: Tally | None = None,
+) -> None:
+    """Zero the margins of a plan, then perform every read of it.
 
     On an error no further read begins, those under way are waited for, and the error names the destinations that may
     be partly written. An exception of ``progress``, or an interrupt, ends the transfer in the same way.
+
+    Parameters
+    ----------
+    zero
+        Zeroes a margin, or enqueues that before all that the backend enqueues; for plans that have any.
+    tally
+        Is told which destinations were finished, and which were begun.
     """
+    tally = tally or Tally()
     reads = plan.reads()
     first = list(itertools.islice(reads, plan.bounds.threads))
     state = _State(itertools.chain(first, reads))
     helpers: list[threading.Thread] = []
     try:
+        for margin in plan.margins:
+            assert zero is not None
+            zero(margin)
+            state.zeroed += 1
         with reporting(progress, lambda: plan.totals.bytes_read) as report:
             for _ in first[1:]:
                 helper = threading.Thread(target=_help, args=(state, backend), name="dlpack-loader-read")
@@ -200,9 +241,13 @@ def run(plan: Plan, backend: Backend, progress: Progress | None = None) -> None:
         state.stopped = True
         _join(helpers)
     if not state.failed:
+        tally.finished.update(transfer.destination for transfer in plan.transfers)
         return
-    cause = state.failed[0]
-    dirty = _dirty(plan, state)
+    cause = tally.cause = state.failed[0]
+    begun, unfinished = _begun(plan, state)
+    tally.finished |= begun - unfinished
+    tally.dirty |= begun & unfinished
+    dirty = tuple(plan.names[number] for number in sorted(begun & unfinished))
     if isinstance(cause, LoaderError):
         cause.dirty = dirty
         _name_tensor(cause, plan)
@@ -217,6 +262,8 @@ class _State:
 
     reads: Iterator[Read]
     lock: threading.Lock = field(default_factory=threading.Lock)
+    zeroed: int = 0
+    """Margins that were zeroed, in the plan's order."""
     taken: int = 0
     done: int = 0
     stopped: bool = False
@@ -281,17 +328,17 @@ def _join(helpers: Sequence[threading.Thread]) -> None:
         raise interrupt
 
 
-def _dirty(plan: Plan, state: _State) -> tuple[str, ...]:
-    """Name the destinations that were begun and not finished: reads are taken in the plan's order."""
-    begun: set[int] = set()
-    unfinished: set[int] = set()
+def _begun(plan: Plan, state: _State) -> tuple[set[int], set[int]]:
+    """Return the destinations that were begun, and those that were not finished: reads are taken in order."""
+    begun = {margin.destination for margin in plan.margins[: state.zeroed + 1]}
+    unfinished = {margin.destination for margin in plan.margins[state.zeroed :]}
     for number, read in enumerate(plan.reads()):
         numbers = _destinations(read)
         if number < state.taken:
             begun.update(numbers)
         if number >= state.taken or number in state.unfinished:
             unfinished.update(numbers)
-    return tuple(plan.names[number] for number in sorted(begun & unfinished))
+    return begun, unfinished
 
 
 def _destinations(read: Read) -> Sequence[int]:

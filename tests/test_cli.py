@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -32,6 +33,9 @@ TENSORS: Arrays = {
     "steps": np.array(7),
 }
 """66 + 8 bytes: 10, 12, 48 and 8."""
+
+
+COMMANDS = ("ls", "check", "plan", "load", "doctor", "bench", "diff", "completion")
 
 
 class Ran:
@@ -388,6 +392,7 @@ class TestPlan:
             "reads": expected.totals.reads,
             "bytes_read": 22,
             "bytes_written": 22,
+            "bytes_zeroed": 0,
             "direct_bytes": 22,
             "staged_bytes": 0,
             "peak_staging": expected.totals.peak_staging,
@@ -431,9 +436,11 @@ class TestLoad:
             "source": str(file),
             "unfilled": [],
             "unexpected": [],
+            "failed": [],
             "aliases": {},
             "bytes_read": 22,
             "bytes_written": 22,
+            "bytes_zeroed": 0,
             "direct_bytes": 22,
             "compat_bytes": 0,
             "staged_bytes": 0,
@@ -447,7 +454,7 @@ class TestLoad:
             asked.append(options)
             return safe_open(source, framework, **options)
 
-        monkeypatch.setattr(cli, "safe_open", remembered)
+        monkeypatch.setattr(cli.load, "safe_open", remembered)
         run("load", file)
         run("load", file, "--backend", "pread", "--threads", "3", "--staging-bytes", "2MB", "--no-direct-io")
         run("load", file, "--direct-io")
@@ -461,13 +468,13 @@ class TestLoad:
         tensors |= {"odd4": ("F4", [2, 3], 3), "odd6": ("F6_E3M2", [2, 2], 3), "scalar": ("BF16", [], 2)}
         data = raw_file(tmp_path / "m.safetensors", tensors)
         made: dict[str, dlpack_loader.Target] = {}
-        room = cli._room
+        room = cli.load._room
 
         def remembered(entry: dlpack_loader.Entry) -> dlpack_loader.Target:
             target = made[entry.name] = room(entry)
             return target
 
-        monkeypatch.setattr(cli, "_room", remembered)
+        monkeypatch.setattr(cli.load, "_room", remembered)
         assert len(run("load", tmp_path, "--json").document["filled"]) == len(data) == 25
         assert {name: target.destination.tobytes() for name, target in made.items()} == data
 
@@ -485,7 +492,7 @@ class TestLoad:
         def refuse(entry: object) -> None:
             raise MemoryError
 
-        monkeypatch.setattr(cli, "_room", refuse)
+        monkeypatch.setattr(cli.load, "_room", refuse)
         ran = run("load", file)
         assert (ran.code, ran.out, ran.err.splitlines()[0]) == (1, "", "error: not enough memory")
 
@@ -545,17 +552,37 @@ class TestUsage:
 
     def test_help(self) -> None:
         out = run("--help").out
-        assert all(f" {name} " in out for name in ("ls", "check", "plan", "load"))
+        assert all(f" {name} " in out for name in COMMANDS)
         options = {
             "ls": ("--sort", "--match", "--limit", "--json"),
             "check": ("--json",),
             "plan": ("--match", "--threads", "--staging-bytes", "--json"),
             "load": ("--match", "--backend", "--threads", "--staging-bytes", "--no-direct-io", "--json"),
+            "doctor": ("--timeout", "--json"),
+            "bench": ("--device", "--rounds", "--seconds", "--match", "--most", "--json"),
+            "diff": ("--match", "--count", "--ignore-metadata", "--threads", "--staging-bytes", "--json"),
+            "completion": (),
         }
+        assert tuple(options) == COMMANDS
         for command, names in options.items():
             ran = run(command, "--help")
             assert ran.code == 0
             assert [name for name in names if f"{name} " not in ran.out] == []
+
+    def test_help_teaches(self) -> None:
+        """Exit codes on the first page; an example of every command that its own options allow."""
+        out = run("--help").out
+        assert "Exit codes:" in out
+        examples = re.findall(r"(?m)^ *dlpack-loader (\w+)", out)
+        assert set(examples) <= set(COMMANDS)
+        for command in COMMANDS:
+            text = run(command, "--help").out
+            shown = re.findall(rf"(?m)^ +(?:eval \"\$\()?dlpack-loader {command}\b(.*)$", text)
+            assert len(shown) >= 2, command
+            for option in re.findall(r"(--[a-z-]+)", " ".join(shown)):
+                assert re.search(rf"│ {option} ", text) or f"--direct-io --{option[2:]}" in re.sub(r" +", " ", text), (
+                    option
+                )
 
     def test_version(self) -> None:
         ran = run("--version")
@@ -570,6 +597,51 @@ class TestUsage:
             "  file: s3://bucket/model.safetensors",
             "  hint: Download the file first",
         ]
+
+
+class TestCompletion:
+    @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+    def test_scripts(self, shell: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Of the shell that was named: nobody guesses which one this process runs in."""
+
+        def guess() -> None:
+            raise AssertionError("nobody asked for a guess")
+
+        monkeypatch.setattr("shellingham.detect_shell", guess)
+        ran = run("completion", shell)
+        assert (ran.code, ran.err) == (0, "")
+        assert f"_DLPACK_LOADER_COMPLETE=complete_{shell}" in ran.out
+        assert {"bash": "complete -o default", "zsh": "compdef", "fish": "complete --command dlpack-loader"}[
+            shell
+        ] in ran.out
+        if shutil.which(shell):
+            subprocess.run([shell, "-n", "-c", ran.out], check=True)
+
+    def test_a_shell_completes(self, tmp_path: Path) -> None:
+        """bash itself, with a program of that name on its path."""
+        if not shutil.which("bash"):
+            pytest.skip("there is no bash here")
+        program = tmp_path / "dlpack-loader"
+        program.write_text(f"#!{sys.executable}\nfrom dlpack_loader.__main__ import main\nmain()\n")
+        program.chmod(0o755)
+        question = (
+            'eval "$(dlpack-loader completion bash)"\n'
+            "ask() { COMP_WORDS=(dlpack-loader $1); COMP_CWORD=$2; COMPREPLY=(); "
+            "_dlpack_loader_completion dlpack-loader; "
+            'echo "${COMPREPLY[@]}"; }\n'
+            "ask d 1; ask 'ls --so' 2; ask 'ls --sort ' 3; ask 'completion f' 2; ask 'ls mo' 2"
+        )
+        path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+        done = subprocess.run(
+            ["bash", "-c", question], env=environment(PATH=path), capture_output=True, text=True, check=True, timeout=60
+        )
+        answers = [sorted(line.split()) for line in done.stdout.splitlines()]
+        assert answers == [["diff", "doctor"], ["--sort"], ["name", "offset", "size"], ["fish"], []]
+        assert done.stderr == ""
+
+    def test_unknown_shells(self) -> None:
+        assert run("completion", "tcsh").code == 2
+        assert run("completion").code == 2
 
 
 class TestProcess:

@@ -424,6 +424,33 @@ def test_bounds(driver: Driver, cuda: Cuda) -> None:
     cuda.cuMemFreeHost(source)
 
 
+@pytest.mark.parametrize("vendor", ["cuda", "hip"])
+def test_rows_are_set_when_their_turn_comes(driver: Driver, cuda: Cuda, vendor: Any) -> None:
+    driver.vendor, driver.mode = vendor, Mode.DEFERRED
+    hip: Any = importlib.import_module("rocm.bindings.hip")
+    memory, stream = driver.memory(0, 100), driver.stream()
+
+    def fill(offset: int, pitch: int, width: int, rows: int) -> int:
+        function = cuda.module.cuMemsetD2D8Async if vendor == "cuda" else hip.hipMemset2DAsync
+        return int(function(memory.pointer + offset, pitch, 7, width, rows, stream.handle)[0])
+
+    assert fill(3, 10, 4, 9) == fill(95, 1, 5, 1) == fill(0, 10, 0, 9) == fill(0, 10, 4, 0) == 0
+    assert memory.read() == bytes(100)
+    assert (
+        fill(7, 10, 4, 10) == fill(-1, 10, 4, 1) == fill(0, 3, 4, 2) == 1
+    )  # past the end, before it, rows that overlap
+    stream.synchronize()
+    wanted = bytearray(100)
+    for row in range(9):
+        wanted[10 * row + 3 : 10 * row + 7] = bytes([7]) * 4
+    wanted[95:] = bytes([7]) * 5
+    assert memory.read() == wanted
+    kinds = [(operation.kind, operation.nbytes) for operation in driver.executed()]
+    assert kinds == [("fill", 36), ("fill", 5)]
+    assert driver.count("cuMemsetD2D8Async", "hipMemset2DAsync") == 7
+    memory.free()
+
+
 def test_the_host_cannot_touch_it(driver: Driver, emulation_folder: Path, tmp_path: Path) -> None:
     memory = driver.memory(0, 4096)
     path = tmp_path / "file"

@@ -328,7 +328,7 @@ def test_frameworks_that_there_are_not(name: Any) -> None:
         framework_named(name)
 
 
-@pytest.mark.parametrize("name", ["jax", "flax", "mlx", "tf", "paddle"])
+@pytest.mark.parametrize("name", ["mlx", "tf", "paddle"])
 def test_frameworks_of_later(name: str) -> None:
     with pytest.raises(UnsupportedError, match=f"framework '{name}' is not served by this version"):
         framework_named(name)

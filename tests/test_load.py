@@ -290,6 +290,52 @@ def test_load_model_with_tied_weights(tmp_path: Path, kept: str | None) -> None:
     )
 
 
+def test_load_model_fills_the_buffers_that_a_module_saves(tmp_path: Path) -> None:
+    """Scalars among them. A buffer that is not saved is none of the checkpoint's business, on either side."""
+
+    def make(value: float) -> torch.nn.Module:
+        module = torch.nn.Module()
+        module.norm = torch.nn.BatchNorm1d(3)
+        module.get_buffer("norm.num_batches_tracked").fill_(int(value))
+        module.register_buffer("steps", torch.full((2,), value))
+        module.register_buffer("scratch", torch.full((2,), value), persistent=False)
+        return module
+
+    path = tmp_path / "m.safetensors"
+    source, model = make(7.0), make(1.0)
+    buffers = {name: buffer.data_ptr() for name, buffer in model.named_buffers()}
+    save(path, source.state_dict())
+    report = load_model(model, path)
+    assert report.filled == tuple(sorted(source.state_dict()))
+    assert (report.unfilled, report.unexpected, report.aliases) == ((), (), {})
+    assert {name: buffer.data_ptr() for name, buffer in model.named_buffers()} == buffers
+    for name, buffer in source.named_buffers():
+        assert torch.equal(model.get_buffer(name), torch.ones(2) if name == "scratch" else buffer), name
+    save(path, {**source.state_dict(), "scratch": torch.zeros(2)})
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(StrictError) as caught:
+        load_model(model, path)
+    assert (caught.value.unfilled, caught.value.unexpected) == ((), ("scratch",))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert load_model(model, path, strict=False).unexpected == ("scratch",)
+    assert torch.equal(model.get_buffer("scratch"), torch.ones(2))
+
+
+def test_load_model_reports_every_name_of_a_tie(tmp_path: Path) -> None:
+    """Of three names and a checkpoint with two of them, the first that it has fills all; a missing tie is unfilled."""
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2, bias=False) for name in ("a", "b", "c", "d")})
+    for name in ("b", "c"):
+        model[name].weight = model["a"].weight
+    save(tmp_path / "m.safetensors", {"b.weight": torch.ones(2, 2), "c.weight": torch.ones(2, 2)})
+    report = load_model(model, tmp_path / "m.safetensors", strict=False)
+    assert report.aliases == {"a.weight": "b.weight", "c.weight": "b.weight"}
+    assert (report.filled, report.unfilled) == (("b.weight",), ("d.weight",))
+    assert torch.equal(model.get_parameter("a.weight"), torch.ones(2, 2))
+    with pytest.raises(StrictError) as caught:
+        load_model(model, tmp_path / "m.safetensors")
+    assert (caught.value.unfilled, caught.value.unexpected) == (("d.weight",), ())
+
+
 def test_load_model_refuses_what_does_not_fit(tmp_path: Path) -> None:
     save(tmp_path / "m.safetensors", {"weight": torch.ones(2, 2)})
     path = tmp_path / "m.safetensors"

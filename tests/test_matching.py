@@ -231,9 +231,17 @@ def test_tied_bits(reader: Reader) -> None:
     assert holds(bits.view(np.float32), "a")
 
 
-def test_memory_of_another_shape_or_place_is_no_alias(reader: Reader) -> None:
+def test_a_view_of_what_is_filled_is_an_alias_of_it(reader: Reader) -> None:
     base = torch.zeros(4, 3)
-    for other in (base[:2].reshape(3, 2), base[:2].flatten(), base[1:3], base[:2].view(torch.int32)):
+    for other in (base[:2].reshape(3, 2), base[:2].flatten(), base[1], base[:2, 1], base[:2].view(torch.int32)):
+        report = load(reader, {"a": base[:2], "x": other}, strict=False)
+        assert report.unfilled == ()
+        assert report.aliases == {"x": "a"}
+
+
+def test_memory_of_another_place_is_no_alias(reader: Reader) -> None:
+    base = torch.zeros(4, 3)
+    for other in (base[1:3], base[2], base, base[:, 1]):
         report = load(reader, {"a": base[:2], "x": other}, strict=False)
         assert report.unfilled == ("x",)
         assert report.aliases == {}

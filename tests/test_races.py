@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +19,11 @@ import torch
 
 from dlpack_loader import Pending, load_into, safe_open
 from dlpack_loader.destination import Memory
+from dlpack_loader.errors import DeviceError
 from dlpack_loader.runtime.cuda import CudaDevice
 from dlpack_loader.stream import OwnedStream
 from tests.device_room import Room, pinned_peak
-from tests.emulation import Driver, Mode
+from tests.emulation import Driver, Live, Mode
 from tests.files import raw_bytes, save
 
 Data = tuple[Path, dict[str, torch.Tensor]]
@@ -202,13 +205,40 @@ def _forgetful(*arguments: Any) -> Memory:
 
 
 def test_thousands_of_loads_leave_nothing(driver: Driver, tmp_path: Path) -> None:
-    save(tmp_path / "m.safetensors", {"x": torch.arange(64.0), "y": torch.ones(3)})
-    room = Room(driver, {"x": torch.arange(64.0), "y": torch.ones(3)})
-    with safe_open(tmp_path / "m.safetensors", staging_bytes=50_000) as reader:
+    """10,000 in all: by one reader, by readers of their own, in the background, and of loads that fail."""
+    tensors = save(tmp_path / "m.safetensors", {"x": torch.arange(64.0), "y": torch.ones(3)})
+    room = Room(driver, tensors)
+    small: dict[str, Any] = {"staging_bytes": 50_000, "threads": 2}
+
+    def state() -> tuple[Live, int, list[str]]:
+        gc.collect()
+        return driver.live(), threading.active_count(), sorted(os.listdir("/proc/self/fd"))
+
+    with safe_open(tmp_path / "m.safetensors", **small) as reader:
+
+        def in_the_background() -> None:
+            reader.load_into(room.tensors, wait=False).wait()  # type: ignore[union-attr]
+
+        def failing() -> None:
+            driver.fault("cuMemcpyHtoDAsync", error=719)
+            with pytest.raises(DeviceError, match="cuMemcpyHtoDAsync failed"):
+                reader.load_into(room.tensors)
+
+        ways: list[tuple[Callable[[], object], int]] = [
+            (lambda: reader.load_into(room.tensors), 8_000),
+            (lambda: load_into(tmp_path / "m.safetensors", room.tensors, **small), 800),
+            (in_the_background, 800),
+            (failing, 400),
+        ]
+        for load, _ in ways:
+            load()
+        before = state()
+        for load, times in ways:
+            for _ in range(times):
+                load()
+        assert state() == before
         reader.load_into(room.tensors)
-        before, threads = driver.live(), threading.active_count()
-        for _ in range(10_000):
-            reader.load_into(room.tensors)
-        assert driver.live() == before
-    assert threading.active_count() == threads
-    assert set(room.tensors["x"].releases) == {1}
+    room.check(tensors)
+    for tensor in room.tensors.values():
+        assert tensor.exports > 10_000
+        assert set(tensor.releases) == {1}

@@ -226,7 +226,7 @@ def test_missing_names_and_wrong_arguments(path: Path) -> None:
             reader.get_tensors(["steps", "q"])
         with pytest.raises(OptionError, match="not one name"):
             reader.get_tensors("steps")
-    for framework in ("jax", "flax", "mlx", "tf", "paddle"):
+    for framework in ("mlx", "tf", "paddle"):
         with pytest.raises(UnsupportedError, match="not served by this version"):
             safe_open(path, framework)
     wrong: list[Any] = ["PT", "", None, 3]

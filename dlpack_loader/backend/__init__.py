@@ -19,6 +19,7 @@ from dlpack_loader.header import Entry
 from dlpack_loader.reads import Read, Transfer
 from dlpack_loader.runtime.device import CUDA, ROCM
 from dlpack_loader.runtime.files import Files
+from dlpack_loader.runtime.host import ScratchPool
 from dlpack_loader.runtime.source import SMALL_BYTES
 from dlpack_loader.stream import OwnedStream
 
@@ -130,10 +131,17 @@ def check_fills(name: str) -> None:
         )
 
 
-def host_backend(files: Files, memories: Sequence[Memory], bounds: Bounds, *, direct_io: bool | None) -> Backend:
-    """Make the backend that fills host destinations."""
+def host_backend(
+    files: Files,
+    memories: Sequence[Memory],
+    bounds: Bounds,
+    *,
+    direct_io: bool | None,
+    scratch: ScratchPool | None = None,
+) -> Backend:
+    """Make the backend that fills host destinations; a pool keeps its staging for the next one."""
     module = import_module("dlpack_loader.backend.pread")
-    backend: Backend = module.PreadBackend(files, memories, bounds, direct_io=direct_io)
+    backend: Backend = module.PreadBackend(files, memories, bounds, direct_io=direct_io, scratch=scratch)
     return backend
 
 

@@ -22,11 +22,20 @@ __all__ = ["PreadBackend", "read_small"]
 class PreadBackend:
     """Reads of one transfer into host memory."""
 
-    def __init__(self, files: Files, memories: Sequence[Memory], bounds: Bounds, *, direct_io: bool | None) -> None:
+    def __init__(
+        self,
+        files: Files,
+        memories: Sequence[Memory],
+        bounds: Bounds,
+        *,
+        direct_io: bool | None,
+        scratch: host.ScratchPool | None = None,
+    ) -> None:
         self.memories = memories  # kept: a worker may outlive the call that an interrupt ended
         self.pointers = [memory.pointer for memory in memories]
         self.bounds = bounds
         self.policy = CachePolicy(files, direct_io)
+        self.scratch = scratch or host.ScratchPool()
         self.direct_bytes = 0
         self.compat_bytes = 0
         self.staged_bytes = 0
@@ -40,7 +49,7 @@ class PreadBackend:
         try:
             yield worker
         finally:
-            worker.source.close()
+            worker.close()
             with self._lock:
                 self.direct_bytes += worker.direct_bytes
                 self.staged_bytes += worker.staged_bytes
@@ -54,7 +63,8 @@ class PreadBackend:
 class _Worker:
     def __init__(self, backend: PreadBackend) -> None:
         self._pointers = backend.pointers
-        self._scratch = host.Scratch()
+        self._pool = backend.scratch
+        self._scratch = self._pool.take()
         self.source = Source(backend.policy)
         aligned = backend.bounds.scratch_bytes // host.ALIGNMENT * host.ALIGNMENT
         self._capacity = min(aligned, backend.bounds.chunk_bytes + 2 * host.ALIGNMENT)
@@ -72,6 +82,10 @@ class _Worker:
                 self._gather(read)
         except OSError as error:
             raise self.source.mapped(error, read.offset) from error
+
+    def close(self) -> None:
+        self.source.close()
+        self._pool.give(self._scratch)
 
     def _scatter(self, read: Scatter) -> None:
         pointers = self._pointers

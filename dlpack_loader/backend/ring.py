@@ -106,7 +106,8 @@ class RingBackend:
         """Say how the bytes came."""
         device = self.stream.device
         how = self.policy.explain(self._uncached_bytes)
-        return BackendInfo("pread", False, f"{device.kind}:{device.ordinal} is filled through pinned memory; {how}")
+        slots = "pinned" if getattr(device, "pinned", True) else "pageable"  # torch can't pin for every device
+        return BackendInfo("pread", False, f"{device.kind}:{device.ordinal} is filled through {slots} memory; {how}")
 
 
 class _Worker:

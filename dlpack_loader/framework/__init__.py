@@ -7,26 +7,48 @@ its tensors.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from dlpack_loader.destination import Memory, memory_of_dlpack
 from dlpack_loader.dtype import DType
 from dlpack_loader.errors import MissingDependencyError, OptionError, UnsupportedError
+from dlpack_loader.header import Entry
+from dlpack_loader.runtime.device import OF_TORCH
 from dlpack_loader.stream import Streams
 
-__all__ = ["HOST", "Allocation", "Framework", "describer", "framework_named", "wrote"]
+__all__ = [
+    "HOST",
+    "Allocation",
+    "Framework",
+    "Layout",
+    "Piece",
+    "Place",
+    "Spread",
+    "describer",
+    "framework_named",
+    "wrote",
+]
 
 HOST = (1, 0)
 """DLPack's name for the CPU."""
 
 _ALIASES: Mapping[str, str] = MappingProxyType(
-    {"pt": "torch", "torch": "torch", "pytorch": "torch", "np": "numpy", "numpy": "numpy", "cupy": "cupy"}
+    {
+        "pt": "torch",
+        "torch": "torch",
+        "pytorch": "torch",
+        "np": "numpy",
+        "numpy": "numpy",
+        "cupy": "cupy",
+        "jax": "jax",
+        "flax": "jax",
+    }
 )
-_LATER = ("jax", "flax", "mlx", "tf", "tensorflow", "paddle")
+_LATER = ("mlx", "tf", "tensorflow", "paddle")
 _PACKAGES: Mapping[str, str] = MappingProxyType({"cupy": "cupy-cuda13x (or cupy-cuda12x)"})
 
 
@@ -45,11 +67,36 @@ class Allocation:
     """To be called when the memory is full and before the value is handed out."""
 
 
+class Piece(NamedTuple):
+    """A part of a tensor that gets memory of its own, on one device."""
+
+    box: tuple[tuple[int, int], ...]
+    """Where it begins and where it ends in each dimension, in elements."""
+    device: tuple[int, int]
+
+
+class Spread(NamedTuple):
+    """The pieces that one tensor is made of."""
+
+    pieces: tuple[Piece, ...]
+    """What is to be read, each range once."""
+    join: Callable[[tuple[int, ...], Sequence[Any]], Any]
+    """Makes the tensor: takes the shape that its memory would have in one piece, and the full value of each piece."""
+
+
+Layout: TypeAlias = Callable[[Entry, DType, tuple[int, ...]], Spread]
+"""Says how a tensor is spread, given its entry, its dtype and its shape in elements: where a framework's tensors may
+lie on several devices, or each on another. It raises, before anything is read, what can't be."""
+
+Place: TypeAlias = tuple[int, int] | Layout
+"""One device, as DLPack's type and number; or a layout."""
+
+
 class Framework(Protocol):
     """What the loader needs of a framework; the module of its name has one function for each."""
 
-    def resolve_device(self, device: object) -> tuple[int, int]:
-        """Return the DLPack type and number of a device as its users spell it; ``HOST`` is the CPU.
+    def resolve_device(self, device: object) -> Place:
+        """Return the DLPack type and number of a device as its users spell it, or a layout; ``HOST`` is the CPU.
 
         Raises
         ------
@@ -62,7 +109,10 @@ class Framework(Protocol):
         """
 
     def empty(self, dtype: DType, shape: tuple[int, ...], unit: int, device: tuple[int, int], /) -> Allocation:
-        """Allocate for a selection of ``shape`` units of ``unit`` bytes each, on a device that was resolved."""
+        """Allocate for a selection of ``shape`` units of ``unit`` bytes each, on a device that was resolved.
+
+        For a layout, on the device of a piece; the value is what ``Spread.join`` takes.
+        """
 
     def wrap(self, array: Any, dtype: DType, shape: tuple[int, ...]) -> Any | None:
         """View host bytes (a NumPy array of uint8 that owns them) as a tensor, or None when only a copy would do."""
@@ -116,6 +166,8 @@ def describer(streams: Streams | None) -> Callable[[Any], Memory]:
         for named in describers:
             memory = named(destination)
             if memory is not None:
+                if streams is not None and memory.device[0] in OF_TORCH:
+                    streams.adopt(memory.device, memory.owner)
                 return memory
         return memory_of_dlpack(destination, streams)
 

@@ -1,4 +1,4 @@
-"""torch: tensors of the CPU and of CUDA and ROCm devices, allocated, wrapped and named."""
+"""torch: tensors of the CPU, of CUDA and ROCm devices and of torch's others, allocated, wrapped and named."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from dlpack_loader.errors import (
     UnsupportedError,
 )
 from dlpack_loader.framework import HOST, Allocation
-from dlpack_loader.runtime.device import CUDA, ROCM
+from dlpack_loader.runtime.device import CUDA, OF_TORCH, ROCM
+from dlpack_loader.runtime.torch import address_of, device_of, kind_of, module_of
 
-__all__ = ["describe", "empty", "resolve_device", "wrap", "wrote"]
+__all__ = ["describe", "empty", "resolve_device", "torch_dtype", "wrap", "wrote"]
 
 _DLPACK: dict[torch.dtype, DLDataType] = {
     getattr(torch, d.torch): d.dlpack for d in DTYPES if d.torch and hasattr(torch, d.torch)
@@ -32,7 +33,7 @@ _PLAIN_DISPATCH = torch.Tensor.__torch_dispatch__
 
 
 def resolve_device(device: object) -> tuple[int, int]:
-    """Accept the CPU, CUDA and ROCm devices, and the number of an accelerator; a bare "cuda" is the current device."""
+    """Accept torch's devices, and the number of an accelerator; a bare "cuda" is the current device, "xpu" likewise."""
     if isinstance(device, bool) or not isinstance(device, (str, int, torch.device)):
         raise OptionError(f"device {device!r} is invalid")
     try:
@@ -53,11 +54,26 @@ def resolve_device(device: object) -> tuple[int, int]:
     if named.type == "meta":
         raise OptionError("device meta is invalid", hint="Use get_tensor_meta to know a tensor without reading it")
     if named.type != "cuda":
-        raise UnsupportedError(
-            f"this version loads into memory of the host and of CUDA and ROCm devices, not to device {str(device)!r}",
-            hint='Load with device="cpu" and move the tensors with .to(device)',
-        )
+        return _elsewhere(named)
     return (ROCM if torch.version.hip else CUDA), _cuda_number(named.index)
+
+
+def _elsewhere(named: torch.device) -> tuple[int, int]:
+    """Return the numbers of a device that has neither CUDA nor HIP."""
+    kind, module = kind_of(named.type), module_of(named.type)
+    if kind is None or module is None:
+        raise UnsupportedError(
+            f"torch {torch.__version__} has no tensors with memory on {named.type} here, so a load goes to the host "
+            f"and not to device {str(named)!r}",
+            hint='Load with device="cpu", or install what torch needs for that device',
+        )
+    number: int | None = named.index
+    if number is None:
+        number = module.current_device() if hasattr(module, "current_device") else 0
+    count = module.device_count() if hasattr(module, "device_count") else 1
+    if number >= count:
+        raise OptionError(f"there is no device {named.type}:{number}: this process sees {count}, numbered from 0")
+    return kind, number
 
 
 def _cuda_number(number: int | None) -> int:
@@ -78,7 +94,8 @@ def _cuda_number(number: int | None) -> int:
     return number
 
 
-def _dtype(dtype: DType) -> torch.dtype:
+def torch_dtype(dtype: DType) -> torch.dtype:
+    """Return torch's dtype for one of the format's; F6 has none and comes as bytes."""
     if dtype.torch is None:
         return torch.uint8
     found = getattr(torch, dtype.torch, None)
@@ -91,13 +108,13 @@ def _dtype(dtype: DType) -> torch.dtype:
 
 def empty(dtype: DType, shape: tuple[int, ...], unit: int, device: tuple[int, int] = HOST) -> Allocation:
     """Allocate a tensor; F4 comes as torch's packed pairs, F6 as its bytes in uint8."""
-    target = _dtype(dtype)
+    target = torch_dtype(dtype)
     if dtype.torch is None and unit > 1:
         shape = (*shape[:-1], shape[-1] * unit)
     # The device is named, so that `with torch.device("meta")` and a default device do not redirect it.
-    where = torch.device("cpu") if device == HOST else torch.device("cuda", device[1])
+    where = torch.device("cpu") if device == HOST else _device(device)
     if device != HOST:
-        _refuse_capture()
+        _refuse_capture(where.type)
     value = torch.empty(shape, dtype=target, device=where)
     if type(value) is not torch.Tensor:
         _refuse_mode(type(value).__name__)
@@ -106,9 +123,13 @@ def empty(dtype: DType, shape: tuple[int, ...], unit: int, device: tuple[int, in
     return Allocation(value, Memory(value.data_ptr(), _DLPACK[target], shape, None, HOST, value, value.nbytes))
 
 
+def _device(device: tuple[int, int]) -> torch.device:
+    return device_of(device) if device[0] in OF_TORCH else torch.device("cuda", device[1])
+
+
 def wrap(array: Any, dtype: DType, shape: tuple[int, ...]) -> torch.Tensor | None:
     """View mapped bytes as a tensor that keeps them alive."""
-    target = _dtype(dtype)
+    target = torch_dtype(dtype)
     try:
         return torch.frombuffer(array, dtype=target).reshape(shape)
     except AssertionError:  # what FakeTensorMode says of memory that is real
@@ -136,12 +157,14 @@ def describe(value: Any) -> Memory | None:
             f"a {type(value).__name__} wraps other tensors and has no memory of its own",
             hint="Pass the tensors inside it",
         )
+    device = HOST
     if not value.is_cpu:
         if value.is_neg() or value.is_conj():
             _refuse_lazy()
         if value.is_cuda:
-            _refuse_capture()
-        return None  # through DLPack, which orders our stream after torch's
+            _refuse_capture("cuda")
+            return None  # through DLPack, which orders our stream after torch's
+        device = _place_of(value)
     try:
         pointer, storage = value.data_ptr(), value.untyped_storage()
         stored = storage.nbytes()
@@ -165,12 +188,25 @@ def describe(value: Any) -> Memory | None:
         )
     if value.is_neg() or (dtype[0] == _COMPLEX and value.is_conj()):
         _refuse_lazy()
-    return Memory(pointer, dtype, shape, strides, HOST, storage, nbytes)
+    if device is not HOST:
+        pointer = address_of(storage, int(offset) * value.itemsize)
+    return Memory(pointer, dtype, shape, strides, device, storage, nbytes)
 
 
-def _refuse_capture() -> None:
-    """Refuse while torch's current stream captures: the export would make our stream a part of the graph."""
-    if torch.cuda.is_current_stream_capturing():
+def _place_of(value: torch.Tensor) -> tuple[int, int]:
+    kind = kind_of(value.device.type)
+    if kind is None:
+        raise UnsupportedError(
+            f"destinations on {value.device.type} are not served", hint="Load to the host and copy from there"
+        )
+    _refuse_capture(value.device.type)
+    return kind, value.device.index or 0
+
+
+def _refuse_capture(kind: str) -> None:
+    """Refuse while torch's current stream captures: the load would make our stream a part of the graph."""
+    module: Any = getattr(torch, kind, None)
+    if hasattr(module, "is_current_stream_capturing") and module.is_current_stream_capturing():
         raise DeviceError(
             "torch's current stream is capturing a graph, which a load from storage can't be part of",
             hint="Load before the capture begins or after it ends",

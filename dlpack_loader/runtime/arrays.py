@@ -13,7 +13,7 @@ from dlpack_loader.errors import MissingDependencyError, UnsupportedError
 from dlpack_loader.reads import Axis
 from dlpack_loader.runtime import host
 
-__all__ = ["BYTE", "array_at", "copy_strided", "map_array", "numpy_dtype", "shares_memory"]
+__all__ = ["BYTE", "array_at", "copy_strided", "map_array", "numpy_dtype", "shares_memory", "zero_strided"]
 
 BYTE = np.dtype(np.uint8)
 
@@ -134,6 +134,28 @@ def copy_strided(
         shape, from_strides, to_strides = (*shape, unit), (*from_strides, 1), (*to_strides, 1)
         dtype = BYTE
     np.copyto(array_at(target, shape, to_strides, dtype), array_at(source, shape, from_strides, dtype))
+
+
+def zero_strided(target: int, axes: tuple[tuple[int, int], ...], run: int) -> None:
+    """Zero runs that lie evenly spaced.
+
+    Parameters
+    ----------
+    target
+        Address of the first run.
+    axes
+        Positions, and bytes from one to the next, outermost first.
+    run
+        Bytes of a run.
+    """
+    if len(axes) > _MAX_AXES:
+        steps, stride = axes[0]
+        for i in range(steps):
+            zero_strided(target + stride * i, axes[1:], run)
+        return
+    shape = tuple(steps for steps, _ in axes)
+    strides = tuple(stride for _, stride in axes)
+    array_at(target, (*shape, run), (*strides, 1), BYTE)[...] = 0
 
 
 def shares_memory(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> bool:

@@ -127,6 +127,10 @@ class CudaDevice:
         shape.WidthInBytes, shape.Height = width, rows
         _call(driver.cuMemcpy2DAsync, shape, stream)
 
+    def zero_rows(self, target: int, pitch: int, width: int, rows: int, stream: int) -> None:
+        """Enqueue zeros into rows ``pitch`` bytes apart."""
+        _call(driver.cuMemsetD2D8Async, target, pitch, 0, width, rows, stream)
+
     def close(self) -> None:
         """Release the primary context."""
         if self._open:

@@ -9,16 +9,31 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from importlib import import_module
-from typing import Protocol
+from typing import Any, Protocol
 
 from dlpack_loader.errors import DeviceError, MissingDependencyError, UnsupportedError
 
-__all__ = ["CUDA", "CUDA_MANAGED", "ROCM", "Device", "open_device"]
+__all__ = [
+    "CUDA", "CUDA_MANAGED", "EXTENSION", "HPU", "MAIA", "METAL", "MTIA", "OF_TORCH", "ONE_API", "ROCM", "Device",
+    "StorageDevice", "open_device",
+]  # fmt: skip
 
 CUDA = 2
 CUDA_MANAGED = 13
 ROCM = 10
 """DLPack device types."""
+
+METAL = 8
+EXTENSION = 12
+ONE_API = 14
+MAIA = 17
+"""More of them: devices that are served through torch."""
+HPU = 1 << 16
+MTIA = HPU + 1
+"""Devices of torch that DLPack has no number for; these are ours."""
+
+OF_TORCH = frozenset({METAL, EXTENSION, ONE_API, MAIA, HPU, MTIA})
+"""Devices whose memory is known to torch only."""
 
 _MODULES = {
     CUDA: ("cuda", "cuda-bindings"),
@@ -31,7 +46,7 @@ class Device(Protocol):
     """One device. Handles and addresses are plain integers; all calls but ``close`` want ``current``."""
 
     kind: str
-    """``"cuda"`` or ``"hip"``."""
+    """``"cuda"``, ``"hip"``, or torch's name of a device type."""
     ordinal: int
     unified: bool
     """Whether its memory is the host's memory, as on integrated GPUs: what is pinned is missing there too."""
@@ -81,8 +96,27 @@ class Device(Protocol):
     def copy_rows(self, target: int, pitch: int, source: int, width: int, rows: int, stream: int) -> None:
         """Enqueue a copy of packed rows to rows that lie ``pitch`` bytes apart on the device."""
 
+    def zero_rows(self, target: int, pitch: int, width: int, rows: int, stream: int) -> None:
+        """Enqueue zeros into rows that lie ``pitch`` bytes apart on the device; what is between them is left."""
+
     def close(self) -> None:
         """Give back the context."""
+
+
+class StorageDevice(Device, Protocol):
+    """A device whose addresses say which storage they are in, and whose streams are objects: those of ``OF_TORCH``."""
+
+    def adopt(self, storage: Any, stream: int, /) -> None:
+        """Know a storage until ``close``, and make a stream of ours wait for what the framework's current one has."""
+
+    def number_of(self, stream: Any, /) -> int:
+        """Return the handle that stands for a stream object of the caller's, until ``close``.
+
+        Raises
+        ------
+        OptionError, UnsupportedError
+            It is no stream of this device; the device has none.
+        """
 
 
 def open_device(device: tuple[int, int]) -> Device:
@@ -98,6 +132,9 @@ def open_device(device: tuple[int, int]) -> Device:
         The driver is absent, too old, or failed.
     """
     kind, ordinal = device
+    if kind in OF_TORCH:
+        through_torch: Device = import_module("dlpack_loader.runtime.torch").open_device(kind, ordinal)
+        return through_torch
     if kind not in _MODULES:
         raise UnsupportedError(
             f"no device runtime serves DLPack device type {kind}",

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import threading
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,16 +15,38 @@ from dlpack_loader.checkpoint import Shard
 from dlpack_loader.errors import FileChangedError, storage_error
 from dlpack_loader.runtime import host
 
-__all__ = ["Files"]
+__all__ = ["Files", "Hold", "lock_of_process"]
 
 _MAX_IDLE = 8
 """Descriptors kept open while nobody reads from them."""
+
+
+def lock_of_process(locks: dict[int, threading.Lock]) -> threading.Lock:
+    """Return this process's lock: what it was forked from may have held its own just then, and for ever."""
+    process = os.getpid()
+    lock = locks.get(process)
+    return locks.setdefault(process, threading.Lock()) if lock is None else lock
 
 
 @dataclass(slots=True)
 class _Open:
     fd: int
     users: int
+
+
+class Hold:
+    """Keeps a file open as long as anything refers to it, also after the ``Files`` were closed."""
+
+    __slots__ = ("__weakref__", "_files", "_kept", "_path")
+
+    def __init__(self, files: Files, path: str, kept: _Open) -> None:
+        self._files = files
+        self._path = path
+        self._kept = kept
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # the interpreter may be half gone
+            self._files.give_back_later(self._path, self._kept)
 
 
 class Files:
@@ -35,8 +58,8 @@ class Files:
     def __init__(self, shards: Mapping[str, Shard]) -> None:
         self._shards = shards
         self._open: dict[str, _Open] = {}
-        self._lock = threading.Lock()
-        self._process = os.getpid()
+        self._returned: deque[tuple[str, _Open]] = deque()
+        self._locks = {os.getpid(): threading.Lock()}
         self._closed = False
 
     def shard(self, path: str) -> Shard:
@@ -53,23 +76,59 @@ class Files:
             finally:
                 os.close(fd)
             return
-        with self._guard():
-            kept = self._open.get(path)
-            if kept is None:
-                kept = self._open[path] = _Open(self._open_checked(path, os.O_RDONLY), 0)
-            else:
-                self._check(kept.fd, path)  # it may have been rewritten since it was opened
-            kept.users += 1
+        kept = self._take(path)
         try:
             yield kept.fd
         finally:
             with self._guard():
-                kept.users -= 1
-                current = self._open.get(path) is kept
-                if kept.users == 0 and (self._closed or not current or len(self._open) > _MAX_IDLE):
-                    if current:
-                        del self._open[path]
-                    os.close(kept.fd)
+                self._give_back(path, kept)
+            self._clear_returned()
+
+    def hold(self, path: str) -> Hold:
+        """Keep a file open until the result is forgotten, so that it can be read after it was renamed or removed.
+
+        Elsewhere than on Linux files are opened anew for each use, so there they have to keep their name.
+        """
+        if not host.LINUX:
+            return Hold(self, path, _Open(self._open_checked(path, os.O_RDONLY), 1))
+        return Hold(self, path, self._take(path))
+
+    def give_back_later(self, path: str, kept: _Open) -> None:
+        """Give back what is held, from a destructor: whoever has the lock, this very thread perhaps, does the work."""
+        self._returned.append((path, kept))
+        self._clear_returned()
+
+    def _clear_returned(self) -> None:
+        while self._returned:
+            lock = self._guard()
+            if not lock.acquire(blocking=False):
+                return  # its holder looks again when it has let go
+            try:
+                while self._returned:
+                    self._give_back(*self._returned.popleft())
+            finally:
+                lock.release()
+
+    def _take(self, path: str) -> _Open:
+        try:
+            with self._guard():
+                kept = self._open.get(path)
+                if kept is None:
+                    kept = self._open[path] = _Open(self._open_checked(path, os.O_RDONLY), 0)
+                else:
+                    self._check(kept.fd, path)  # it may have been rewritten since it was opened
+                kept.users += 1
+        finally:
+            self._clear_returned()
+        return kept
+
+    def _give_back(self, path: str, kept: _Open) -> None:
+        kept.users -= 1
+        current = self._open.get(path) is kept
+        if kept.users == 0 and (self._closed or not current or len(self._open) > _MAX_IDLE):
+            if current:
+                del self._open[path]
+            os.close(kept.fd)
 
     def another(self, path: str, flags: int = 0) -> int:
         """Open a descriptor of the caller's own, with a file position, readahead and flags of its own."""
@@ -92,16 +151,14 @@ class Files:
         with self._guard():
             self._closed = True
             self._close_idle()
+        self._clear_returned()
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):  # the interpreter may be half gone
             self.close()
 
     def _guard(self) -> threading.Lock:
-        if self._process != os.getpid():  # forked while another thread may have held the lock
-            self._lock = threading.Lock()
-            self._process = os.getpid()
-        return self._lock
+        return lock_of_process(self._locks)
 
     def _open_checked(self, path: str, flags: int) -> int:
         try:

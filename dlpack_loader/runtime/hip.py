@@ -123,6 +123,10 @@ class HipDevice:
         """Enqueue a copy of packed rows to rows ``pitch`` bytes apart."""
         _call(hip.hipMemcpy2DAsync, target, pitch, source, width, width, rows, _HOST_TO_DEVICE, stream)
 
+    def zero_rows(self, target: int, pitch: int, width: int, rows: int, stream: int) -> None:
+        """Enqueue zeros into rows ``pitch`` bytes apart."""
+        _call(hip.hipMemset2DAsync, target, pitch, 0, width, rows, stream)
+
     def close(self) -> None:
         """Nothing is held: a device's context is HIP's own."""
 

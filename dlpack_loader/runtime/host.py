@@ -19,6 +19,7 @@ __all__ = [
     "ALIGNMENT",
     "LINUX",
     "Scratch",
+    "ScratchPool",
     "Vector",
     "after",
     "available_memory",
@@ -171,6 +172,24 @@ class Scratch:
             self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
             self.size = nbytes
         return self._address
+
+
+class ScratchPool:
+    """Scratch that is kept from one transfer to the next, so that its pages are not asked for each time."""
+
+    def __init__(self) -> None:
+        self._idle: list[Scratch] = []
+
+    def take(self) -> Scratch:
+        """Return one that nobody uses."""
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return Scratch()
+
+    def give(self, scratch: Scratch) -> None:
+        """Keep one for the next that asks."""
+        self._idle.append(scratch)
 
 
 def available_memory() -> int | None:

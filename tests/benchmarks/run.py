@@ -1,4 +1,4 @@
-"""Ratios against safetensors and against bare reads: ``python tests/benchmarks/run.py [--rounds N] [--gigabytes G]``.
+"""Ratios against safetensors and against bare reads: ``python -m tests.benchmarks.run [--rounds N] [--gigabytes G]``.
 
 Every row compares alternatives that took turns in one run, by the median of the rounds; absolute times say more about
 the machine than about the code, so none is printed. Destinations exist and were touched before, as when weights are
@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import gc
 import itertools
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 import threading
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import safetensors
@@ -27,12 +24,11 @@ import torch
 from safetensors.torch import save_file
 
 import dlpack_loader
-from dlpack_loader.runtime import host
+from tests.benchmarks.compare import Run, drop_cache, interleave, row
+from tests.benchmarks.lazy import compare_lazy
 
 THREADS = min(8, 2 * (os.cpu_count() or 1))
 CHUNK = 4 << 20
-
-Run = Callable[[], object]
 
 
 def main() -> None:
@@ -47,27 +43,8 @@ def main() -> None:
         compare_headers(Path(folder), options.rounds)
         compare_small(Path(folder), options.rounds)
         compare_large(Path(folder), options.rounds, int(options.gigabytes * 1e9))
+        compare_lazy(Path(folder), options.rounds, int(options.gigabytes * 1e9))
         compare_import(options.rounds)
-
-
-def row(what: str, ratio: float, bound: str) -> None:
-    """Print one line of the table."""
-    print(f"{what:<58} {ratio:>12.2f}  {bound:>7}", flush=True)
-
-
-def interleave(runs: Mapping[str, Run], rounds: int, before: Run = lambda: None) -> dict[str, tuple[float, float]]:
-    """Run each alternative once a round, in turn; return the medians of wall and of CPU seconds."""
-    wall: dict[str, list[float]] = {name: [] for name in runs}
-    cpu: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(rounds):
-        for name, run in runs.items():
-            before()
-            gc.collect()
-            cpu_start, start = time.process_time(), time.perf_counter()
-            run()
-            wall[name].append(time.perf_counter() - start)
-            cpu[name].append(time.process_time() - cpu_start)
-    return {name: (statistics.median(wall[name]), statistics.median(cpu[name])) for name in runs}
 
 
 def compare_headers(folder: Path, rounds: int) -> None:
@@ -105,6 +82,13 @@ def compare_small(folder: Path, rounds: int) -> None:
     )
     best = min(times["mmap"][0], times["pread"][0])
     row("fill 20,000 tensors of 1 KiB: time / safetensors' best loop", times["ours"][0] / best, "<= 0.70")
+    refresher = dlpack_loader.Refresher(filled)
+    refresher.load(path)
+    again = interleave(
+        {"load_into": lambda: dlpack_loader.load_into(path, filled), "refresher": lambda: refresher.load(path)},
+        2 * rounds,
+    )
+    row("refresh them: time / load_into", again["refresher"][0] / again["load_into"][0], "<= 0.80")
     path.unlink()
 
 
@@ -202,16 +186,6 @@ def check(path: Path, filled: Mapping[str, torch.Tensor], name: str) -> None:
         for key in file.keys():  # noqa: SIM118
             assert torch.equal(filled[key], file.get_tensor(key)), (name, key)
             filled[key].fill_(1)
-
-
-def drop_cache(path: Path) -> None:
-    """Put the file's pages out of the page cache, and stop where the file system does not do so when asked."""
-    fd = os.open(path, os.O_RDONLY)
-    os.fsync(fd)
-    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    if host.is_resident(fd, path.stat().st_size // 2):
-        sys.exit(f"{path} stays in the page cache, so nothing cold can be measured there: choose another --folder")
-    os.close(fd)
 
 
 PEAK = """

@@ -168,7 +168,7 @@ int core_event_query(void *handle);
 /* `snapshot`: the source is read before this returns, as for memory that is not pinned. */
 int core_copy(const struct plane *plane, void *stream, int current, bool snapshot);
 int core_copy_now(const struct plane *plane, int current); /* on the NULL stream, and waits */
-int core_fill(uint64_t target, int value, size_t size, void *stream, int current, bool wait);
+int core_fill(const struct plane *target, int value, void *stream, int current, bool wait); /* no source */
 void core_streams_lost_locked(int device);
 void core_streams_reset_locked(void);
 

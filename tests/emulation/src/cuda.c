@@ -487,11 +487,19 @@ API CUresult cuMemcpy2DAsync_v2(const struct memcpy2d *copy, CUstream stream) {
 }
 API CUresult cuMemsetD8_v2(CUdeviceptr target, unsigned char value, size_t size) {
     BEGIN(CONTEXT);
-    return core_fill(target, value, size, NULL, device, true);
+    struct plane plane = line(target, 0, size);
+    return core_fill(&plane, value, NULL, device, true);
 }
 API CUresult cuMemsetD8Async(CUdeviceptr target, unsigned char value, size_t size, CUstream stream) {
     BEGIN(CONTEXT);
-    return core_fill(target, value, size, stream, device, false);
+    struct plane plane = line(target, 0, size);
+    return core_fill(&plane, value, stream, device, false);
+}
+API CUresult cuMemsetD2D8Async(CUdeviceptr target, size_t pitch, unsigned char value, size_t width, size_t height,
+                               CUstream stream) {
+    BEGIN(CONTEXT);
+    struct plane plane = {.target = target, .target_pitch = pitch, .width = width, .height = height};
+    return core_fill(&plane, value, stream, device, false);
 }
 
 /* ---- streams and events ---- */

@@ -329,11 +329,19 @@ API hipError_t hipMemcpy2DAsync(void *target, size_t target_pitch, const void *s
 }
 API hipError_t hipMemset(void *target, int value, size_t size) {
     BEGIN(CONTEXT);
-    return last(core_fill((uint64_t)target, value, size, NULL, device, true));
+    struct plane plane = line(target, NULL, size);
+    return last(core_fill(&plane, value, NULL, device, true));
 }
 API hipError_t hipMemsetAsync(void *target, int value, size_t size, hipStream_t stream) {
     BEGIN(CONTEXT);
-    return last(core_fill((uint64_t)target, value, size, stream, device, false));
+    struct plane plane = line(target, NULL, size);
+    return last(core_fill(&plane, value, stream, device, false));
+}
+API hipError_t hipMemset2DAsync(void *target, size_t pitch, int value, size_t width, size_t height,
+                                hipStream_t stream) {
+    BEGIN(CONTEXT);
+    struct plane plane = {.target = (uint64_t)target, .target_pitch = pitch, .width = width, .height = height};
+    return last(core_fill(&plane, value, stream, device, false));
 }
 
 /* ---- streams and events ---- */

@@ -40,7 +40,8 @@ static int move_locked(const struct operation *operation) {
         return ILLEGAL_ADDRESS;
     if ((allocation ? allocation->identity : 0) != operation->target_identity) return ILLEGAL_ADDRESS;
     if (operation->kind == FILL) {
-        memset(target, operation->value, plane->width);
+        for (size_t row = 0; row < plane->height; row++)
+            memset(target + row * plane->target_pitch, operation->value, plane->width);
         return OK;
     }
     size_t source_pitch = operation->snapshot ? plane->width : plane->source_pitch;
@@ -271,19 +272,20 @@ int core_copy_now(const struct plane *plane, int current) {
     return code ? code : core_stream_synchronize(NULL, current);
 }
 
-int core_fill(uint64_t pointer, int value, size_t size, void *handle, int current, bool wait) {
+int core_fill(const struct plane *plane, int value, void *handle, int current, bool wait) {
     char *view;
     struct allocation *target;
-    if (!size) return OK;
+    if (!plane->width || !plane->height) return OK;
+    if (plane->height > 1 && plane->target_pitch < plane->width) return INVALID_VALUE;
     core_lock();
     struct stream *stream = core_stream_locked(handle, current);
-    int code = stream ? core_view_locked(pointer, size, &view, &target) : INVALID_HANDLE;
+    int code = stream ? core_view_locked(plane->target, extent(plane->target_pitch, plane), &view, &target)
+                      : INVALID_HANDLE;
     if (!code)
-        code = core_queue_locked(
-            stream, (struct operation){.kind = FILL,
-                                       .value = value,
-                                       .plane = {.target = pointer, .target_pitch = size, .width = size, .height = 1},
-                                       .target_identity = target ? target->identity : 0});
+        code = core_queue_locked(stream, (struct operation){.kind = FILL,
+                                                            .value = value,
+                                                            .plane = *plane,
+                                                            .target_identity = target ? target->identity : 0});
     if (!code && wait) code = core_reach_locked(stream, stream->queued);
     core_unlock();
     return code;
