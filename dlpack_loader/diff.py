@@ -20,6 +20,7 @@ from dlpack_loader.bounds import Bounds
 from dlpack_loader.checkpoint import Checkpoint, Source, open_checkpoint
 from dlpack_loader.destination import Memory
 from dlpack_loader.dtype import BITS, UINT8
+from dlpack_loader.framework import framework_named
 from dlpack_loader.header import Entry
 from dlpack_loader.plan import Plan
 from dlpack_loader.progress import Progress, reporting
@@ -126,7 +127,7 @@ def compare(
     Raises
     ------
     LoaderError
-        One of them can't be opened or read.
+        One of them can't be opened or read, or NumPy can't be imported.
 
     Examples
     --------
@@ -147,6 +148,8 @@ def compare(
     sides = _Side(open_checkpoint(before)), _Side(open_checkpoint(after))
     try:
         changes, pairs, equal, shared = _match(sides[0].checkpoint, sides[1].checkpoint, choose)
+        if pairs:
+            framework_named("np")  # which compares them: refused now, with the remedy, where it does not work
         comparer = _Comparer(sides, pairs, bounds, count=count, direct_io=direct_io)
         total = 2 * sum(pair.before.nbytes for pair in pairs)
         with reporting(progress, lambda: total) as report:

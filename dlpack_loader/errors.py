@@ -220,7 +220,7 @@ class UnsupportedError(LoaderError, NotImplementedError):
 
 
 class MissingDependencyError(UnsupportedError, ImportError):
-    """An optional package is needed and not installed."""
+    """An optional package is needed, and is not installed or can't be imported."""
 
 
 class DeviceError(LoaderError, RuntimeError):

@@ -117,9 +117,14 @@ def _explain(error: LoaderError, found: Match, jobs: Sequence[_Job], tally: Tall
     if error is not tally.cause:  # the wait for a device failed, and with it all that is known of its memory
         dirty |= {number for number in finished if not found.memories[number].on_host}
     finished -= dirty
-    finished |= {number for number, memory in enumerate(found.memories) if not memory.nbytes}
+    bare = {number for number, memory in enumerate(found.memories) if not memory.nbytes and number not in found.margins}
     names = found.names
-    failed = dict.fromkeys(names[number] for number in sorted(dirty))
+    begun = {names[number] for number in finished - bare}
+    finished |= bare  # nothing is written to these
+    # A name of which one destination is new and another one old is a mixture too.
+    failed = dict.fromkeys(
+        name for number, name in enumerate(names) if number in dirty or (number not in finished and name in begun)
+    )
     pending = dict.fromkeys(name for number, name in enumerate(names) if number not in finished and name not in failed)
     whole = {name: owner for name, owner in found.aliases.items() if owner not in failed and owner not in pending}
     error.dirty = tuple(failed)

@@ -102,6 +102,11 @@ class _Form:
             raise OptionError(
                 f"pattern {pattern!r} names files below the directory", hint="Pass their own directory instead"
             )
+        if _runs_together(pieces):
+            raise OptionError(
+                f"pattern {pattern!r} has nothing but digits between two numbers, so 111 could be 1 and 11 or 11 and 1",
+                hint="Name the files with a letter or a sign between any two numbers",
+            )
         return cls(pattern, tuple((text, name, spec) for text, name, spec, _ in pieces))
 
     @property
@@ -139,6 +144,19 @@ class _Form:
     def name(self, place: Mapping[str, int]) -> str:
         """Return the name of one file."""
         return "".join(text + ("" if name is None else format(place[name], spec)) for text, name, spec in self.pieces)
+
+
+def _runs_together(pieces: Iterable[tuple[str, str | None, str, str | None]]) -> bool:
+    """Whether two fields have no more between them than digits, which may be of either."""
+    between: str | None = None  # since the last field
+    for text, name, _, _ in pieces:
+        if between is not None:
+            between += text
+        if name is not None:
+            if between is not None and not between.strip(string.digits):
+                return True
+            between = ""
+    return False
 
 
 def _number(name: str, value: object) -> int:

@@ -309,7 +309,8 @@ class Reader:
         exception nothing of what was collected is written. An operation of torch that needs memory with a copy still
         to come makes the copies happen first, and so does asking a tensor for its address, its storage, a NumPy array
         or a pickle. Whatever got hold of the memory before the copy (a NumPy array of it, a raw address), and another
-        thread, has to wait for the end of the context. Casts are made at once.
+        thread, has to wait for the end of the context; so has code that asks for the address in C, past torch's
+        functions, such as ``torch.utils.dlpack.to_dlpack`` and ``tvm_ffi.from_dlpack``. Casts are made at once.
         """
         return self._lazy_source().deferring()
 

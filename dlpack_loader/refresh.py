@@ -71,6 +71,7 @@ class _Headers:
         with self._lock:
             self._shards = {path: shard for path, shard in self._shards.items() if path in kept}
             self._named = {os.path.basename(path): shard for path, shard in self._shards.items()}
+            self._settled = {path: settled for path, settled in self._settled.items() if path in kept}
 
 
 class _Last(NamedTuple):
@@ -129,7 +130,9 @@ class Refresher:
         check_fills(check_name(backend))
         check_flags(progress, direct_io)
         if isinstance(destinations, Mapping):
-            destinations = dict(destinations)
+            destinations = {
+                name: tuple(item) if isinstance(item, list) else item for name, item in destinations.items()
+            }
         elif not callable(getattr(destinations, "state_dict", None)):
             raise DestinationTypeError(
                 f"destinations are a mapping from names or a module, not {type(destinations).__name__}",
@@ -192,15 +195,18 @@ class Refresher:
             return None
         found, objects = last.found, last.found.objects
         if last.destinations is not destinations:  # a module gives new objects for its tensors each time
-            name_of = {id(value): name for name, value in last.destinations.items()}
-            objects = [destinations[name_of[id(value)]] for value in objects]
-        memories = list(map(describer(streams), objects))
+            objects = [destinations[name] for name in found.names]
+        try:
+            memories = list(map(describer(streams), objects))
+            aliases = _alias_facts(found, destinations)
+        except LoaderError:
+            return None  # matching them anew says whose fault it is
         for number, memory in enumerate(memories):
             if _facts(memory) != _facts(found.wholes.get(number, found.memories[number])):
                 return None
             if number in found.wholes:
                 memories[number] = found.memories[number]
-        if _alias_facts(found, destinations) != last.aliases:
+        if aliases != last.aliases:
             return None
         transfers = found.transfers
         paths = {old.path: new.path for old, new in zip(last.checkpoint.shards, checkpoint.shards, strict=True)}
@@ -211,10 +217,11 @@ class Refresher:
 
 def _alias_facts(found: Match, destinations: dict[str, Any]) -> dict[str, tuple[object, ...]]:
     describe = describer(None)
-    facts = {}
+    facts: dict[str, tuple[object, ...]] = {}
     for name in found.aliases:
-        value = destinations[name]
-        facts[name] = _facts(describe(value.destination if isinstance(value, Target) else value))
+        item = destinations[name]
+        parts = item if isinstance(item, (list, tuple)) else (item,)
+        facts[name] = tuple(_facts(describe(part.destination if isinstance(part, Target) else part)) for part in parts)
     return facts
 
 

@@ -166,7 +166,13 @@ def _written(destinations: Any, reader: Reader) -> Any:
         destinations = module_tensors(destinations)
     if not isinstance(destinations, Mapping):
         return destinations
-    return {name: item for name, item in destinations.items() if name in reader or 0 not in getattr(item, "shape", ())}
+    return {name: item for name, item in destinations.items() if name in reader or not _is_empty(item)}
+
+
+def _is_empty(item: Any) -> bool:
+    if isinstance(item, (list, tuple)):
+        return bool(item) and all(map(_is_empty, item))
+    return 0 in getattr(item.destination if isinstance(item, Target) else item, "shape", ())
 
 
 def _padded(destinations: Any, padding: Literal["keep", "zero"] | None) -> Destinations:

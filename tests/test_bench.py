@@ -189,7 +189,15 @@ class TestSample:
         monkeypatch.setattr(sample, "_pace", lambda checkpoint, entries: 1e6)
         result = measure(file, rounds=1, seconds=6)
         assert 0 < result.nbytes <= 300_000
-        assert "within what 6 s allow at 0.00 GB/s" in result.notes[0]
+        assert "within what 6 s allow at 1 MB/s" in result.notes[0]
+
+    def test_small_tensors_do_not_look_like_slow_storage(self, tmp_path: Path) -> None:
+        save(tmp_path / "m.safetensors", {f"{k:04}": torch.zeros(256) for k in range(8000)})
+        checkpoint = open_checkpoint(tmp_path)
+        entries = [checkpoint.entry(name) for name in checkpoint.offset_keys()]
+        notes: list[str] = []
+        assert sample.pick(checkpoint, entries, "torch", "cpu", 10, None, notes) == entries
+        assert notes == []
 
     def test_nothing_fits(self, tmp_path: Path) -> None:
         save(tmp_path / "m.safetensors", {"big": torch.zeros(1000)})
@@ -213,6 +221,17 @@ class TestSample:
 
 
 class TestPageCache:
+    @pytest.mark.parametrize("size", [1, 1000, 40_000, 300_000])
+    def test_a_small_file_is_cold_when_it_was_dropped(self, tmp_path: Path, size: int) -> None:
+        """To look at a page makes the system read it, so no page is looked at twice."""
+        path = tmp_path / "m.safetensors"
+        save(path, {"a": torch.zeros(size)})
+        if not cold_is_possible(path):
+            pytest.skip("nothing is cold here")
+        result = measure(path, rounds=3)
+        assert names(result, State.COLD) == HOST
+        assert result.notes == ()
+
     def test_fill_and_drop(self, tmp_path: Path) -> None:
         path = tmp_path / "m.safetensors"
         save(path, {"a": torch.zeros(1 << 20), "b": torch.zeros(3), "c": torch.zeros(1 << 18)})
@@ -318,14 +337,15 @@ class TestDevices:
         assert "dlpack-loader doctor says what stands in the way" in (caught.value.hint or "")
 
 
-def measured(way: str, *seconds: float, ours: bool = True, default: bool = False) -> Measured:
-    return Measured(way, ours, default, f"call of {way}", State.COLD, 1000, seconds, tuple(0.5 * s for s in seconds))
+def measured(way: str, *seconds: float, ours: bool = True, default: bool = False, nbytes: int = 3 << 20) -> Measured:
+    cpu = tuple(0.5 * second for second in seconds)
+    return Measured(way, ours, default, f"call of {way}", State.COLD, nbytes, seconds, cpu)
 
 
 class TestAdvice:
     def test_arithmetic(self) -> None:
         item = measured("a", 4, 1, 2, 3, 10)
-        assert (item.median, item.cpu_median, item.spread, item.rate) == (3, 1.5, (2, 4), 1000 / 3)
+        assert (item.median, item.cpu_median, item.spread, item.rate) == (3, 1.5, (2, 4), 1 << 20)
         assert measured("a", 4, 1).spread == (1, 4)
 
     @pytest.mark.parametrize(
@@ -360,8 +380,30 @@ class TestAdvice:
 
     def test_safetensors_is_better(self) -> None:
         (advice,) = advise([measured("usual", 2, 2, 2, default=True), measured("loop", 1, 1, 1, ours=False)])
-        assert (advice.over_rival, advice.certain) == (0.5, True)
-        assert "0.50 x as fast as the best of safetensors, loop" in advice.text
+        assert (advice.way, advice.over_rival, advice.certain) == ("usual", 0.5, True)
+        assert advice.text == (
+            "cold: loop, 2.00 x as fast as the best of this package, usual, which is what happens by itself"
+        )
+
+    def test_safetensors_is_better_than_what_is_better_here(self) -> None:
+        slow = [measured("usual", 4, 4, 4, default=True), measured("like it", 2, 2, 2), measured("other", 2, 2, 2)]
+        (advice,) = advise([*slow, measured("loop", 1, 1, 1, ours=False)])
+        assert advice.text == (
+            "cold: loop, 2.00 x as fast as the best of this package, like it: call of like it; "
+            "like it is 2.00 x as fast as what happens by itself; like it is within noise of other"
+        )
+
+    def test_too_few_bytes(self) -> None:
+        few = (1 << 20) - 1
+        (advice,) = advise(
+            [measured("usual", 2, 2, 2, default=True, nbytes=few), measured("loop", 1, 1, 1, ours=False, nbytes=few)]
+        )
+        assert not advice.enough
+        assert advice.text == (
+            "cold: whichever you like; 1,048,575 bytes are too few to tell: a run is mostly the opening of files"
+        )
+        (advice,) = advise([measured("usual", 2, 2, 2, default=True, nbytes=few + 1)])
+        assert advice.enough
 
     def test_within_noise_of_safetensors(self) -> None:
         (advice,) = advise([measured("usual", 1, 2, 3, default=True), measured("loop", 2, 3, 4, ours=False)])

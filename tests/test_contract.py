@@ -313,7 +313,14 @@ class BackendContract:
         room.check(("a",), dirty=("b",))
         with pytest.raises(AssertionError):
             room.check(("a", "b"))  # it did fail before the end
-        del caught, error
+        report = error.report
+        assert (report.backend, report.filled, report.failed) == (self.name, ("a",), ("b",))
+        assert report.unfilled == tuple(name for name in BIG if name > "b")
+        assert report.bytes_written == len(BIG["a"].data)
+        rest = {name: value for name, value in room.tensors.items() if name not in report.filled}
+        assert self.load(big, rest, strict=False, threads=1).filled == (*report.failed, *report.unfilled)
+        room.check(BIG)
+        del caught, error, rest
         assert self.held() == before
 
     def test_a_device_that_is_not_served(self, small: Path) -> None:

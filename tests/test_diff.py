@@ -290,7 +290,7 @@ class TestCommand:
             "dtype     w       F32 [3,4]  I8 [3,4]",
             "added     x       -          F64 [1]",
             "metadata  format  pt         -",
-            "# 1 bytes, 1 removed, 1 dtype, 1 added, 1 key of the metadata; 1 tensor equal",
+            "# 1 changed in bytes, 1 removed, 1 changed in dtype, 1 added, 1 key of the metadata; 1 tensor equal",
             "# 20 bytes read of both together",
         ]
 
@@ -360,12 +360,29 @@ class TestCommand:
             ["metadata", r"k\n"],
         ]
 
+    def test_dtype_and_shape(self, pair: Make) -> None:
+        ran = run("diff", *pair({"w": np.zeros(3)}, {"w": np.zeros(4, np.int8)}))
+        assert ran.out.splitlines()[1:3] == [
+            "dtype,shape  w     F64 [3]  I8 [4]",
+            "# 1 changed in dtype and shape; 0 tensors equal",
+        ]
+
+    def test_a_broken_numpy(self, pair: Make, tmp_path: Path) -> None:
+        (tmp_path / "modules").mkdir()
+        (tmp_path / "modules" / "numpy.py").write_text("raise ImportError('libopenblas.so: cannot open')")
+        ran = python("-m", "dlpack_loader", "diff", *pair(BASE, BASE), first=str(tmp_path / "modules"))
+        assert (ran.code, ran.out) == (2, "")
+        assert ran.err == (
+            "error: framework 'np' can't be imported: libopenblas.so: cannot open\n"
+            "  hint: Install its package anew (numpy); dlpack-loader doctor says more\n"
+        )
+
     def test_in_a_process_and_at_a_terminal(self, pair: Make) -> None:
         paths = pair(BASE, {**BASE, "w": BASE["w"] + 1})
         piped = python("-m", "dlpack_loader", "diff", *paths)
         assert (piped.code, piped.err, piped.out.splitlines()[1].split()[:2]) == (1, "", ["bytes", "w"])
         shown = at_terminal("diff", *paths)
         assert shown.code == 1
-        assert "1 bytes; 3 tensors equal" in shown.err
+        assert "1 changed in bytes; 3 tensors equal" in shown.err
         assert "#" not in shown.err
         assert json.loads(python("-m", "dlpack_loader", "diff", *paths, "--json").out)["same"] is False

@@ -565,6 +565,17 @@ class TestCommand:
 
         return show
 
+    def test_a_long_path_is_shown_whole(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        path = tmp_path / ("a_long_name" * 8 + ".safetensors")
+        path.write_bytes(b"<html>")
+        fixed = environment(COLUMNS="50", NO_COLOR="1")
+        monkeypatch.setattr("tests.test_cli.environment", lambda: fixed)
+        ran = at_terminal("doctor", path, "--timeout", "30")
+        text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", ran.err)
+        assert ran.code == 1
+        assert "…" not in text
+        assert f"{path}: header too small" in re.sub(r"\s*\n\s*", "", text)
+
     def test_colour(self, shown: Callable[..., Ran]) -> None:
         colour = re.compile(r"\x1b\[[0-9;]*3[0-9]m")
         assert colour.search(shown().err)

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import safetensors
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -402,6 +403,20 @@ def test_together_with_the_context_for_safetensors(saved: dict[str, Any], outer:
     mine, other = reports[:: 1 if outer == "transformers" else -1]
     assert (len(mine.files), len(other.files)) == (1, 0)
     assert all(found is stock for found, stock in zip(openers(), before, strict=True))
+    check_equal(found, cls.from_pretrained(folder))
+
+
+@pytest.mark.parametrize("outer", ["transformers", "safetensors"])
+def test_contexts_that_are_left_in_the_order_in_which_they_began(saved: dict[str, Any], outer: str) -> None:
+    cls, folder = saved["llama"]
+    before = [*openers(), safetensors.safe_open]
+    first, second = [read_through(), for_safetensors.read_through()][:: 1 if outer == "transformers" else -1]
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    found = cls.from_pretrained(folder)
+    second.__exit__(None, None, None)
+    assert all(left is stock for left, stock in zip([*openers(), safetensors.safe_open], before, strict=True))
     check_equal(found, cls.from_pretrained(folder))
 
 

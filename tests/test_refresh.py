@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from dlpack_loader import Refresher, Target, refresh
-from dlpack_loader.errors import DestinationError, DestinationTypeError, StrictError
+from dlpack_loader.errors import DestinationBufferError, DestinationError, DestinationTypeError, StrictError
 
 Tensors = dict[str, torch.Tensor]
 
@@ -207,6 +207,78 @@ def test_a_module_and_its_tied_weights(tmp_path: Path) -> None:
     model.head.weight = torch.nn.Parameter(torch.zeros(4, 3))  # no longer tied: it has no tensor now
     with pytest.raises(StrictError, match=r"head\.weight"):
         refresher.load(path)
+
+
+def test_one_object_under_two_names_and_then_two(tmp_path: Path) -> None:
+    """As a state dict with ``keep_vars`` gives tied parameters."""
+
+    class Model:
+        def __init__(self) -> None:
+            shared = torch.zeros(4, 3)
+            self.tensors = {"a": shared, "b": shared}
+
+        def state_dict(self) -> Tensors:
+            return dict(self.tensors)
+
+    model = Model()
+    refresher = Refresher(model)
+    path = tmp_path / "model.safetensors"
+    save_file(weights(1, "ab"), path)
+    assert refresher.load(path).aliases == {"b": "a"}
+    model.tensors["a"] = torch.zeros(4, 3)
+    save_file(weights(2, "ab"), path)
+    assert refresher.load(path).filled == ("a", "b")
+    assert_equal(model.tensors, weights(2, "ab"))
+
+
+def test_a_list_of_views_without_a_tensor(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    destinations = zeros("a")
+    refresher = Refresher({**destinations, "rows": [destinations["a"][:1], Target(destinations["a"][2:])]})
+    for step in (1, 2, 3):
+        save_file(weights(step, "a"), path)
+        assert refresher.load(path).aliases == {"rows": "a"}
+        assert_equal(destinations, weights(step, "a"))
+
+
+def test_a_list_is_kept_as_it_was_given(tmp_path: Path) -> None:
+    """Each load fills the same destinations, whether what the last one worked out still holds or not."""
+    path = tmp_path / "model.safetensors"
+    first, second = torch.zeros(4, 3), torch.zeros(4, 3)
+    destinations = [first]
+    refresher = Refresher({"a": destinations}, strict=False)
+    destinations.append(second)
+    for names in ("a", "ab"):  # another layout: matched anew
+        save_file(weights(3, names), path)
+        refresher.load(path)
+        assert torch.equal(first, weights(3)["a"])
+        assert not second.any()
+
+
+def test_memory_that_can_no_longer_be_written(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    first, second = np.zeros((4, 3), np.float32), np.zeros((4, 3), np.float32)
+    refresher = Refresher({"a": first, "b": second})
+    save_file(weights(1, "ab"), path)
+    refresher.load(path)
+    second.flags.writeable = False
+    save_file(weights(2, "ab"), path)
+    with pytest.raises(DestinationBufferError, match="read-only") as caught:
+        refresher.load(path)
+    assert caught.value.tensor == "b"
+    np.testing.assert_array_equal(first, weights(1)["a"].numpy())
+
+
+def test_what_is_known_of_files_does_not_grow(tmp_path: Path) -> None:
+    refresher = Refresher(zeros())
+    sizes = set()
+    for step in range(1, 6):
+        path = tmp_path / f"{step}.safetensors"
+        save_file(weights(step), path)
+        refresher.load(path)
+        known = refresher._headers
+        sizes.add((len(known._shards), len(known._named), len(known._settled)))
+    assert sizes == {(1, 1, 1)}
 
 
 def test_padded_targets_and_parts(tmp_path: Path) -> None:

@@ -105,6 +105,51 @@ def test_a_name_is_filled_when_all_of_its_destinations_are(tmp_path: Path, monke
     assert "a" not in caught.value.report.filled
 
 
+def test_a_name_of_which_some_destinations_were_filled_has_failed(
+    driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is old here and new there, though none of its destinations is a mixture in itself."""
+    path = tmp_path / "model.safetensors"
+    wanted = checkpoint(path)
+    room = Room(driver, {name: wanted[name] for name in ("t00", "t19")})
+    destinations: dict[str, Any] = zeros(wanted)
+    early, late = destinations["t00"], destinations["t19"]
+    destinations["t00"] = [early, room.tensors["t00"]]
+    destinations["t19"] = [late, room.tensors["t19"]]
+    with safe_open(path, threads=1) as reader, monkeypatch.context() as patch:
+        fail_from(patch, reader.entry("t07").offset)
+        with pytest.raises(StorageError) as caught:
+            reader.load_into(destinations)
+    assert torch.equal(early, wanted["t00"])
+    assert not late.any()
+    assert set(room.memories["t00"].read()) == {0xA5}
+    report = caught.value.report
+    assert report.failed == caught.value.dirty
+    assert "t00" in report.failed
+    assert "t19" in report.unfilled
+
+
+def test_what_is_to_be_zeroed_alone_is_not_filled_before(
+    driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part without elements has nothing to read, and its padding is zeroed when its device's turn comes."""
+    path = tmp_path / "model.safetensors"
+    wanted = save(path, {"a": torch.ones(SIZE), "b": torch.ones(SIZE), "c": torch.ones(SIZE)})
+    room = Room(driver, {name: wanted[name] for name in "bc"})
+    destinations = {
+        "a": torch.zeros(SIZE),  # on the host, which comes first
+        "b": Target(room.tensors["b"], index=slice(0, 0), padding="zero"),
+        "c": Target(room.tensors["c"], index=slice(0, 0), padding="keep"),
+    }
+    with safe_open(path, threads=1) as reader, monkeypatch.context() as patch:
+        fail_from(patch, reader.entry("a").offset)
+        with pytest.raises(StorageError) as caught:
+            reader.load_into(destinations)
+    assert set(room.memories["b"].read()) == {0xA5}
+    report = caught.value.report
+    assert (report.filled, report.failed, report.unfilled) == (("c",), ("a",), ("b",))
+
+
 def test_aliases_share_what_becomes_of_their_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "model.safetensors"
     wanted = checkpoint(path)

@@ -370,6 +370,9 @@ def test_what_is_no_directory(folder: Path) -> None:
         ({"pattern": "x-{}-{part}"}, "fields that mean nothing here"),
         ({"pattern": "x-{dp_rank}-{part}"}, "fields that mean nothing here"),
         ({"pattern": "../x-{part}"}, "names files below the directory"),
+        ({"pattern": "x{rank}{part}", "rank": 1}, "nothing but digits between two numbers"),
+        ({"pattern": "{part:02d}0{rank:02d}", "rank": 1}, "nothing but digits between two numbers"),
+        ({"pattern": "{tp_rank}-{part}{tp_rank}", "tp_rank": 1}, "nothing but digits between two numbers"),
         ({"pattern": 3}, "pattern is a string, not 3"),
         ({"rank": 0, "padding": "fill"}, "padding is None"),
     ],
@@ -379,6 +382,15 @@ def test_options_that_make_no_sense(options: dict[str, Any], text: str) -> None:
     """They are refused before the directory is looked at."""
     with pytest.raises(OptionError, match=text):
         load_sharded_state({}, "/nowhere", **options)
+
+
+def test_numbers_with_braces_between_them(tmp_path: Path) -> None:
+    for rank in (1, 11):
+        for part in range(2):
+            save(tmp_path / f"1{rank}}}{{{part}.st", {f"t{part}": torch.full((2,), float(10 * rank + part))})
+    destinations = {f"t{part}": torch.zeros(2) for part in range(2)}
+    load_sharded_state(destinations, tmp_path, rank=11, pattern="1{rank}}}{{{part}.st")
+    assert [value[0].item() for value in destinations.values()] == [110, 111]
 
 
 def test_a_pattern_without_ranks_and_with_widths(tmp_path: Path) -> None:
@@ -612,8 +624,11 @@ def test_every_load_counts_views_as_filled(one: Path) -> None:
 def test_a_destination_without_elements_needs_no_tensor(one: Path) -> None:
     """Writers leave it out; where there is one, it is filled as any other."""
     base = torch.zeros(4, 3)
-    report = load_sharded_state({"a": base, "none": torch.empty(0, 3)}, one, rank=0)
-    assert (report.filled, report.unfilled, report.aliases) == (("a",), (), {})
+    for none in (torch.empty(0, 3), Target(torch.empty(0, 3)), [torch.empty(0, 3), Target(torch.empty(0, 3))]):
+        report = load_sharded_state({"a": base, "none": none}, one, rank=0)
+        assert (report.filled, report.unfilled, report.aliases) == (("a",), (), {})
+    with pytest.raises(StrictError, match="without a tensor: some"):
+        load_sharded_state({"a": base, "some": [torch.empty(0, 3), torch.empty(1, 3)]}, one, rank=0)
     save(one / "model-rank-0-part-1.safetensors", {"none": torch.empty(0, 3)})
     report = load_sharded_state({"a": base, "none": torch.empty(0, 3)}, one, rank=0)
     assert report.filled == ("a", "none")

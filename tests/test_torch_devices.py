@@ -889,6 +889,24 @@ def lazy_tensors_are_read_into_it(backend: Backend) -> None:
 
 
 @check
+def deferred_copies_come_after_the_work_of_their_stream(backend: Backend) -> None:
+    """That is the stream that was current when the copy was noted, and not the one that is current at the end."""
+    path, tensors = two(backend)
+    backend.driver.mode = Mode.DEFERRED
+    room = Guarded(backend, tensors)
+    streams = [torch.emu.Stream(), torch.emu.Stream()]  # type: ignore[attr-defined]
+    with safe_open(path) as reader, reader.deferring():
+        for (name, place), stream in zip(room.tensors.items(), streams, strict=True):
+            with torch.emu.stream(stream):  # type: ignore[attr-defined]
+                backend.fill(place, 0x77)
+                place.copy_(reader.lazy(name))
+    for stream in streams:
+        stream.synchronize()
+    room.check(tensors)
+    assert backend.driver.count("cuCtxSynchronize") == 0
+
+
+@check
 def parts_of_one_storage_may_not_overlap(backend: Backend) -> None:
     path = backend.path()
     tensors = save(path, {"x": torch.arange(8.0), "y": torch.arange(8.0, 16.0)})

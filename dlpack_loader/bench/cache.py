@@ -15,6 +15,8 @@ __all__ = ["PageCache"]
 
 _CHUNK = 4 << 20
 _PROBES = 256
+_APART = 128 << 10
+"""Bytes between two probes at least: to look at a page that is not cached makes the system read it."""
 
 
 class PageCache:
@@ -49,9 +51,9 @@ class PageCache:
     def resident(self) -> float | None:
         """Return the part of the pages that is cached, by a sample of them; None where the system does not tell."""
         total = sum(entry.nbytes for entry in self._entries)
-        step = max(1, total // _PROBES)
+        step = max(_APART, total // _PROBES)
         found = probes = at = 0
-        wanted = step // 2
+        wanted = min(step, total) // 2
         for entry in self._entries:
             with self._files.use(entry.file) as fd:
                 while wanted < at + entry.nbytes:

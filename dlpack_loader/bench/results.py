@@ -11,6 +11,8 @@ __all__ = ["Advice", "Benchmark", "Measured", "State", "Unusable", "advise", "te
 
 _ENOUGH = 3
 """Runs from which on two ways can be told apart at all."""
+_LEAST_BYTES = 1 << 20
+"""Below that a run is mostly the opening of files, and says nothing of how fast they are read."""
 
 
 class State(StrEnum):
@@ -78,6 +80,7 @@ class Advice:
 
     state: State
     way: str
+    """The best of this package's."""
     call: str
     default: bool
     """Whether that is what happens anyway."""
@@ -89,6 +92,8 @@ class Advice:
     """How many times as fast as that; below 1 it is slower."""
     certain: bool
     """Whether the difference to the rival is beyond what runs of one way differ by."""
+    enough: bool
+    """Whether so much was loaded that the runs tell of reading, and not of opening files."""
     text: str
 
 
@@ -139,10 +144,15 @@ def _advise(state: State, ours: Sequence[Measured], theirs: Sequence[Measured]) 
     over_rival = rival.median / best.median if rival is not None else None
     certain = rival is not None and tell_apart(best, rival)
     is_default = best is default
-    parts = [f"{state}: {best.way}" + (", which is what happens by itself" if is_default else f": {best.call}")]
+    ours_text = best.way + (", which is what happens by itself" if is_default else f": {best.call}")
+    beaten = certain and over_rival is not None and over_rival < 1
+    parts = [f"{state}: {ours_text}"]
+    if rival is not None and over_rival and beaten:
+        parts = [f"{state}: {rival.way}, {1 / over_rival:.2f} x as fast as the best of this package, {ours_text}"]
     if over_default is not None:
-        parts.append(f"{over_default:.2f} x as fast as what happens by itself")
-    if rival is not None and over_rival is not None:
+        over = f"{over_default:.2f} x as fast as what happens by itself"
+        parts.append(f"{best.way} is {over}" if beaten else over)
+    if rival is not None and over_rival is not None and not beaten:
         if min(len(best.seconds), len(rival.seconds)) < _ENOUGH:
             parts.append(
                 f"{over_rival:.2f} x as fast as the best of safetensors, {rival.way}, by too few runs to be certain"
@@ -154,7 +164,11 @@ def _advise(state: State, ours: Sequence[Measured], theirs: Sequence[Measured]) 
     enough = len(best.seconds) >= _ENOUGH
     equals = [item.way for item in ours if enough and item is not best and not tell_apart(item, best)]
     if equals:
-        parts.append(f"within noise of {', '.join(equals)}")
+        parts.append(f"{f'{best.way} is ' if beaten else ''}within noise of {', '.join(equals)}")
+    big = best.nbytes >= _LEAST_BYTES
+    if not big:
+        few = f"{best.nbytes:,} bytes are too few to tell"
+        parts = [f"{state}: whichever you like", f"{few}: a run is mostly the opening of files"]
     return Advice(
         state,
         best.way,
@@ -164,5 +178,6 @@ def _advise(state: State, ours: Sequence[Measured], theirs: Sequence[Measured]) 
         rival.way if rival is not None else None,
         over_rival,
         certain,
+        big,
         "; ".join(parts),
     )

@@ -12,7 +12,7 @@ import typer
 
 from dlpack_loader.cli.options import Json, Match, Staging, Threads
 from dlpack_loader.cli.progress import bar
-from dlpack_loader.diff import Change, Comparison, compare
+from dlpack_loader.diff import Change, Comparison, Kind, compare
 from dlpack_loader.dtype import BITS
 from dlpack_loader.errors import OptionError
 from dlpack_loader.header import Entry
@@ -20,6 +20,8 @@ from dlpack_loader.reader import DEFAULT_STAGING_BYTES
 from dlpack_loader.terminal import clean, plural, print_json, print_table, size_text
 
 __all__ = ["diff"]
+
+_ALONE = (Kind.ADDED, Kind.REMOVED)
 
 
 def diff(
@@ -111,8 +113,8 @@ def _show(found: Comparison) -> None:
     ]
     if rows:
         print_table([("change" if people else "# change", "name", "A", "B", ""), *rows], "<<<<<")
-    kinds = Counter(",".join(change.kinds) for change in found.changes)
-    counts = [f"{number:,} {kind}" for kind, number in kinds.items()]
+    kinds = Counter(" and ".join(change.kinds) for change in found.changes)
+    counts = [f"{number:,} {kind if kind in _ALONE else f'changed in {kind}'}" for kind, number in kinds.items()]
     if found.metadata:
         counts.append(f"{plural(len(found.metadata), 'key')} of the metadata")
     lines = [f"{', '.join(counts) if counts else 'nothing differs'}; {plural(found.equal, 'tensor')} equal"]

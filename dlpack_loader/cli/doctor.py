@@ -81,11 +81,11 @@ def _row(finding: Finding) -> Table:
     row.add_column(width=7)
     row.add_column(ratio=1)
     label = finding.key.partition(".")[2].replace("_", " ").replace(".", " ")
-    told = Text.assemble((label, "bold"), f"  {clean(finding.value)}")
-    meaning = Text(clean(finding.meaning), style="dim")
+    told = Text.assemble((label, "bold"), f"  {clean(finding.value)}", overflow="fold")  # paths are long words
+    meaning = Text(clean(finding.meaning), style="dim", overflow="fold")
     parts = [told, meaning]
     if finding.remedy:
-        parts.append(Text(f"-> {clean(finding.remedy)}", style=_STYLES[finding.level]))
+        parts.append(Text(f"-> {clean(finding.remedy)}", style=_STYLES[finding.level], overflow="fold"))
     row.add_row(Text(finding.level, style=_STYLES[finding.level]), Group(*parts))
     return row
 

@@ -128,7 +128,7 @@ def _framework(
             key,
             Level.PROBLEM,
             f"{library.title} {how}: {outcome.why}",
-            "every load needs it" if required else f"{gives} fail",
+            "every load needs it" if required else f"{gives} fail" if " and " in gives else f"{gives} fails",
             f"pip install --force-reinstall {library.package}, in a fresh environment if that does not help",
             blocking=required,
         )

@@ -132,7 +132,7 @@ def framework_named(name: object) -> Framework:
     OptionError
         No such framework.
     UnsupportedError, MissingDependencyError
-        Not served by this version; not installed.
+        Not served by this version; not installed, or broken.
     """
     if not isinstance(name, str) or (name not in _ALIASES and name not in _LATER):
         raise OptionError(f"framework {name} is invalid", hint=f"Use one of {', '.join(_ALIASES)}")
@@ -142,11 +142,18 @@ def framework_named(name: object) -> Framework:
         )
     try:
         module: Any = import_module(f"dlpack_loader.framework.{_ALIASES[name]}")
-    except ImportError as error:
+    except ModuleNotFoundError as error:
         package = error.name or _ALIASES[name]
         raise MissingDependencyError(
             f"framework {name!r} needs the package {package}, which is not installed",
             hint=f"pip install {_PACKAGES.get(package, package)}",
+        ) from error
+    except ImportError as error:
+        why = (str(error).strip().splitlines() or ["no reason given"])[0]
+        raise MissingDependencyError(
+            f"framework {name!r} can't be imported: {why}",
+            hint=f"Install its package anew ({_PACKAGES.get(_ALIASES[name], _ALIASES[name])}); dlpack-loader doctor "
+            "says more",
         ) from error
     framework: Framework = module
     return framework

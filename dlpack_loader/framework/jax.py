@@ -42,7 +42,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Sharding, SingleDeviceSharding
+from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
 from dlpack_loader.destination import Memory
 from dlpack_loader.dtype import BY_CODE, DType
@@ -84,7 +84,7 @@ def resolve_device(device: object) -> Layout:
     """
     if isinstance(device, Mapping):
         return partial(_spread, partial(_named, {name: _sharding(place) for name, place in device.items()}))
-    if callable(device):
+    if callable(device) and not isinstance(device, Mesh):  # a mesh decorates functions too
         return partial(_spread, partial(_chosen, device))
     sharding = _sharding(device)
     return partial(_spread, lambda _: sharding)
@@ -113,7 +113,12 @@ def _sharding(place: object) -> Sharding:
     """Return the sharding that a place stands for, and check that its memory can be filled."""
     if not isinstance(place, Sharding):
         place = SingleDeviceSharding(place if isinstance(place, jax.Device) else _device(place))
-    devices: Iterable[Any] = place.addressable_devices
+    try:
+        devices: Iterable[Any] = place.addressable_devices
+    except ValueError as error:  # that of an AbstractMesh
+        raise OptionError(
+            f"{place} has no devices to load to", hint="Use a sharding over a jax.sharding.Mesh of devices"
+        ) from error
     for device in devices:
         if device.platform not in ("cpu", "gpu"):
             raise UnsupportedError(
@@ -165,8 +170,11 @@ def _spread(choose: Callable[[Entry], Sharding], entry: Entry, dtype: DType, sha
     try:
         indices = sharding.addressable_devices_indices_map(shape)
     except (IndexError, TypeError, ValueError) as error:  # JAX checks some of it, and stumbles over the rest
+        reason = (str(error).splitlines() or [""])[0]
+        if isinstance(error, IndexError):
+            reason = "it is for more dimensions"
         raise OptionError(
-            f"a shape of {list(shape)} can't be spread by {sharding}: {(str(error).splitlines() or [''])[0]}",
+            f"a shape of {list(shape)} can't be spread by {sharding}: {reason}",
             tensor=entry.name,
             file=entry.file,
             hint="Pass a sharding of its own for this tensor, by a mapping or a function from its entry",

@@ -40,6 +40,15 @@ class StandIn:
         """Call the original from now on."""
         self._ours = None
 
+    def origin(self) -> Any:
+        """Return the original, and not a stand-in of a context that was left meanwhile."""
+        original = self.original
+        return original.origin() if isinstance(original, StandIn) and original.was_left() else original
+
+    def was_left(self) -> bool:
+        """Whether its context is over."""
+        return self._ours is None
+
 
 @contextmanager
 def claimed(host: ModuleType) -> Iterator[None]:
@@ -86,7 +95,7 @@ def replaced(stand_ins: Mapping[int, StandIn], places: Sequence[Holder]) -> Iter
         taken = {id(stand_in): stand_in for stand_in in stand_ins.values()}
         for space, name in [*places, *holders(taken)]:
             if id(space.get(name)) in taken:
-                space[name] = space[name].original
+                space[name] = space[name].origin()
         for stand_in in taken.values():
             stand_in.leave()
 

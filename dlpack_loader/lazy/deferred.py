@@ -77,6 +77,8 @@ class Deferred:
         self._memories: list[Memory] = []
         self._destinations: list[torch.Tensor] = []
         self._holds: list[Hold] = []
+        self._streams: dict[Any, torch.Tensor] = {}
+        """Streams of torch that were current when a copy was noted, each with one of its destinations."""
         self._extents: dict[torch.device, _Extents] = {}
 
     def add(self, transfer: Transfer, memory: Memory, destination: torch.Tensor, hold: Hold) -> None:
@@ -93,6 +95,9 @@ class Deferred:
         self._memories.append(memory)
         self._destinations.append(destination)
         self._holds.append(hold)
+        stream = _current_stream(destination.device)
+        if stream is not None:
+            self._streams[stream] = destination
 
     def settle(self, values: list[torch.Tensor]) -> None:
         """Make the copies if one of them writes to any of these tensors."""
@@ -103,14 +108,21 @@ class Deferred:
         """Make the copies."""
         transfers, destinations = self._transfers, self._destinations
         kept = self._memories, self._holds  # until all is read
+        noted = self._streams
         self._transfers, self._memories, self._destinations, self._holds = [], [], [], []
-        self._extents = {}
+        self._streams, self._extents = {}, {}
         if not transfers:
             return
         begin = time.perf_counter()
         with Streams() as streams:
+            describe = describer(streams)
+            # Each copy comes after the work of the stream that was current when it was noted.
+            for stream, destination in noted.items():
+                if stream != _current_stream(destination.device):
+                    with _module(destination.device).stream(stream):
+                        describe(destination)
             # Anew: after what their producers have enqueued by now, and where their storage was moved to.
-            memories = list(map(describer(streams), destinations))
+            memories = list(map(describe, destinations))
             # No objects: torch has counted each write when the copy was noted.
             found = Match(transfers, [transfer.name for transfer in transfers], memories)
             report = fill(self._access, found, streams, begin)
@@ -188,6 +200,18 @@ class WatchExports(TorchFunctionMode):
         if func in _EXPORTS:
             self._deferred.settle(_tensors(args, self._ignored))
         return func(*args, **(kwargs or {}))
+
+
+def _module(device: torch.device) -> Any:
+    return getattr(torch, device.type, None)
+
+
+def _current_stream(device: torch.device) -> Any | None:
+    """Return the stream that torch's operations on a device go to; None where there are no streams."""
+    module = None if device.type == "cpu" else _module(device)
+    if not (hasattr(module, "current_stream") and hasattr(module, "stream")):
+        return None
+    return module.current_stream(device)  # type: ignore[union-attr]
 
 
 def _is_composite(func: Any) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+import pickle
 import weakref
 from pathlib import Path
 from typing import Any
@@ -315,6 +316,9 @@ def test_a_bare_name_is_the_default_device(weights: tuple[Path, dict[str, Any]])
         (1.5, OptionError, "Device 1.5 is not supported"),
         (-1, OptionError, "Device -1 is not supported"),
         (P("x"), OptionError, "is not supported"),
+        (GRID, OptionError, r"Device Mesh\(.* is not supported for framework jax"),
+        (NamedSharding(GRID.abstract_mesh, P("a")), OptionError, "has no devices to load to"),
+        ({"w": NamedSharding(GRID.abstract_mesh, P())}, OptionError, "has no devices to load to"),
         ("cpu:8", OptionError, "there is no device cpu:8: JAX has 8 in this process"),
         (8, OptionError, "there is no device 8"),
         ({"w": "nonsense"}, OptionError, "Device nonsense"),
@@ -416,6 +420,29 @@ def test_slices_are_spread_by_their_own_shape(weights: tuple[Path, dict[str, Any
             part = reader.get_slice(name)[index]
             assert np.array_equal(np.asarray(part), tensors[name][index])
             assert part.sharding == NamedSharding(GRID, P("a", "b"))
+
+
+def test_a_slice_of_fewer_dimensions_than_its_sharding(weights: tuple[Path, dict[str, Any]]) -> None:
+    with safe_open(weights[0], "jax", ROWS) as reader:
+        part = reader.get_slice("w")
+        with pytest.raises(OptionError, match=r"a shape of \[\] can't be spread by .*: it is for more dimensions"):
+            part[3, 4]
+
+
+@pytest.mark.parametrize("spec", [P(), P("a"), P(None, "b"), P(("b", "a")), P("b", "a")], ids=str)
+def test_as_device_put_spreads_them(weights: tuple[Path, dict[str, Any]], spec: Any) -> None:
+    """With an axis of one device in the mesh, and copied by pickle too."""
+    mesh = Mesh(np.array(DEVICES)[[3, 1, 0, 2, 7, 6, 5, 4]].reshape(2, 1, 4), ("a", "one", "b"))
+    sharding = NamedSharding(mesh, spec)
+    path, tensors = weights
+    with safe_open(path, "jax", sharding) as reader:
+        array = reader.get_tensor("w")
+    wanted = jax.device_put(tensors["w"], sharding)
+    assert (array.sharding, array.committed) == (wanted.sharding, wanted.committed)
+    for ours, theirs in zip(array.addressable_shards, wanted.addressable_shards, strict=True):
+        assert (ours.device, ours.index, ours.replica_id) == (theirs.device, theirs.index, theirs.replica_id)
+        assert np.array_equal(np.asarray(ours.data), np.asarray(theirs.data))
+    assert np.array_equal(np.asarray(pickle.loads(pickle.dumps(array))), tensors["w"])
 
 
 @pytest.mark.parametrize(
