@@ -78,7 +78,8 @@ def fill(access: Access, found: Match, streams: Streams, begin: float) -> LoadRe
             streams.publish()
         finally:
             streams.close()
-            wrote(found.objects)  # after an error too: some of them were
+            if found.objects:
+                wrote(found.objects)  # after an error too: some of them were
     except LoaderError as error:
         if tally.finished or tally.dirty:
             _explain(error, found, jobs, tally, begin)
