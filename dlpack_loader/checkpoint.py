@@ -206,7 +206,8 @@ def _open_path(path: str, read: ReadShard) -> Checkpoint:
     try:
         mode = os.stat(path).st_mode
     except OSError as error:
-        raise storage_error(error.errno, error.strerror, file=path) from None
+        hint = _near_path(path) if isinstance(error, FileNotFoundError) else None
+        raise storage_error(error.errno, error.strerror, file=path, hint=hint) from None
     if _stat.S_ISDIR(mode):
         return _open_directory(path, read)
     if not _stat.S_ISREG(mode):
@@ -214,6 +215,19 @@ def _open_path(path: str, read: ReadShard) -> Checkpoint:
     if path.endswith(_INDEX_SUFFIX):
         return _open_index(path, read)
     return _open_files([path], read, whole=True)
+
+
+def _near_path(path: str) -> str | None:
+    """Say how a path that names nothing may have been meant."""
+    from difflib import get_close_matches
+
+    folder, name = os.path.split(path)
+    try:
+        names = os.listdir(folder or os.curdir)
+    except OSError:
+        return f"There is no folder {folder!r} either"
+    near = get_close_matches(name, names, n=1, cutoff=0.8) if len(names) <= _MOST_GUESSES else []
+    return f"Did you mean {os.path.join(folder, near[0])!r}?" if near else None
 
 
 def _open_directory(path: str, read: ReadShard) -> Checkpoint:

@@ -325,6 +325,7 @@ def _wrong_shape(have: tuple[int, ...], want: tuple[int, ...], entry: Entry, nam
         f"the checkpoint gives shape {list(want)} and the destination {name!r} has {list(have)}",
         tensor=entry.name,
         file=entry.file,
+        hint="Pass one of that shape, or a Target: with an index for a part, with padding for one that is larger",
     )
 
 

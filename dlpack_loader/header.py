@@ -176,7 +176,7 @@ def read_header(path: str, *, keep: bool = False, like: Header | None = None) ->
                 return _read(file, path, facts.st_size, keep=keep, like=like), facts
             except HeaderError as error:
                 file.seek(0)
-                error.hint = error.hint or explain_file(file.read(512), facts.st_size)
+                error.hint = error.hint or explain_file(file.read(512), facts.st_size) or _no_length(error)
                 raise
     except OSError as error:
         raise storage_error(error.errno, error.strerror, file=path, hint=_directory_hint(error)) from None
@@ -356,6 +356,12 @@ def _check_layout(infos: Mapping[str, _Info], path: str, start: int, data_bytes:
         )
         text = "incomplete metadata, file not fully covered"
         _refuse("MetadataIncompleteBuffer", text, path, offset=start + min(cursor, data_bytes), hint=hint)
+
+
+def _no_length(error: HeaderError) -> str | None:
+    if error.reason in ("HeaderTooLarge", "InvalidHeaderLength"):
+        return "Its first eight bytes are no header's length: this is no safetensors file, or it was overwritten"
+    return None
 
 
 def _directory_hint(error: OSError) -> str | None:

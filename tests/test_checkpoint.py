@@ -202,3 +202,27 @@ def test_a_file_that_no_one_may_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(PermissionError) as caught:
         open_checkpoint(path)
     assert caught.value.errno == errno.EACCES
+
+
+def test_a_path_that_names_nothing_says_what_was_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    monkeypatch.chdir(tmp_path)
+    for path, hint in (
+        ("modle.safetensors", "Did you mean 'model.safetensors'?"),
+        (f"{tmp_path}/model.safetensor", f"Did you mean {str(tmp_path / 'model.safetensors')!r}?"),
+        ("weights/model.safetensors", "There is no folder 'weights' either"),
+        ("something else", None),
+    ):
+        with pytest.raises(FileMissingError) as caught:
+            open_checkpoint(path)
+        assert caught.value.hint == hint
+
+
+def test_a_file_of_another_kind_says_that_it_is_none_of_these(tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text("root:x:0:0:root:/root:/bin/bash\n" * 20)
+    with pytest.raises(HeaderError, match="header too large") as caught:
+        open_checkpoint(path)
+    assert caught.value.hint == (
+        "Its first eight bytes are no header's length: this is no safetensors file, or it was overwritten"
+    )

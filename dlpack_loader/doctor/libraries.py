@@ -6,6 +6,7 @@ import importlib.util
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
+from types import MappingProxyType
 
 from dlpack_loader import __version__
 from dlpack_loader.doctor.children import Outcome, State
@@ -50,6 +51,13 @@ LIBRARIES: tuple[tuple[str, Library], ...] = (
 )
 """What is tried in child processes, by the name of its probe."""
 
+_PURPOSES = MappingProxyType(
+    {
+        "safetensors": "every error here is one of its errors",
+        "msgspec": "reads the headers",
+        "ml_dtypes": "NumPy and JAX arrays of BF16, FP8 and FP4 need it",
+    }
+)
 _PLAIN = (
     Library("safetensors", "safetensors", ("safetensors",)),
     Library("msgspec", "msgspec", ("msgspec",)),
@@ -100,7 +108,7 @@ def examine_packages(
             f"packages.{plain.module}",
             Level.NOTE if missing else Level.OK,
             f"{plain.name} is not installed" if missing else plain.title,
-            "NumPy and JAX arrays of BF16, FP8 and FP4 need it" if plain.module == "ml_dtypes" else "reads the headers",
+            _PURPOSES[plain.module],
             f"pip install {plain.package}" if missing else None,
         )
     for name, required in (("numpy", True), ("torch", False), ("jax", False), ("cupy", False)):
