@@ -19,11 +19,11 @@ import torch
 
 import dlpack_loader
 from dlpack_loader import Target, safe_open
-from dlpack_loader.errors import DeviceError, OptionError, StorageError
+from dlpack_loader.errors import DeviceError, OptionError
 from dlpack_loader.runtime import host
 from dlpack_loader.runtime.device import ROCM, open_device
 from dlpack_loader.stream import OwnedStream, handle_of
-from tests.device_room import F32, GUARD, Room, pinned_peak
+from tests.device_room import F32, GUARD, Room, check_a_read_that_fails, pinned_peak
 from tests.emulation import Driver, Mode
 from tests.files import raw_bytes, save, state
 
@@ -222,29 +222,7 @@ def test_a_tensor_much_larger_than_the_ring(hip: Driver, tmp_path: Path) -> None
 def test_a_read_that_fails_drains_and_names_the_damage(
     hip: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data = {"a": torch.zeros(10, dtype=torch.uint8), "b": torch.ones(1 << 20, dtype=torch.uint8)}
-    save(tmp_path / "m.safetensors", data)
-    room = Room(hip, data)
-    before = hip.live()
-    hip.mode = Mode.DEFERRED
-    calls: list[int] = []
-    whole = host.read_at
-
-    def fail(fd: int, offset: int, pieces: Any, enough: int) -> int:
-        calls.append(offset)
-        if len(calls) == 4:
-            raise OSError(5, "Input/output error")
-        return whole(fd, offset, pieces, enough)
-
-    monkeypatch.setattr(host, "read_at", fail)
-    with pytest.raises(StorageError, match="Input/output error") as caught:
-        load_into(tmp_path / "m.safetensors", room.tensors, staging_bytes=300_000, threads=1)
-    assert caught.value.dirty == ("b",)
-    del caught
-    gc.collect()
-    assert hip.live() == before
-    assert hip.seen().failed == 0
-    assert room.tensors["b"].releases == [1]
+    check_a_read_that_fails(hip, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ import torch
 from dlpack_loader import safe_open
 from dlpack_loader.lazy import LazyReport
 from tests.files import save
+from tests.lazy_material import same
 from tests.model_zoo import CASES, Case, Cost
-from tests.test_lazy import same
 
 SMALL = 4096
 """Bytes that a process reads beside: of /proc, to know what it has read."""

@@ -16,11 +16,10 @@ from dlpack_loader.errors import (
     DestinationError,
     DeviceError,
     OptionError,
-    StorageError,
     UnsupportedError,
 )
 from dlpack_loader.runtime import host
-from tests.device_room import F32, GUARD, Room, pinned_peak
+from tests.device_room import F32, GUARD, Room, check_a_read_that_fails, pinned_peak
 from tests.emulation import Driver, Mode
 from tests.files import raw_bytes, save, state
 
@@ -179,29 +178,7 @@ def test_a_budget_that_no_slot_fits_into(driver: Driver, saved: tuple[Path, dict
 def test_a_read_that_fails_drains_and_names_the_damage(
     driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data = {"a": torch.zeros(10, dtype=torch.uint8), "b": torch.ones(1 << 20, dtype=torch.uint8)}
-    save(tmp_path / "m.safetensors", data)
-    room = Room(driver, data)
-    before = driver.live()
-    driver.mode = Mode.DEFERRED
-    calls: list[int] = []
-    whole = host.read_at
-
-    def fail(fd: int, offset: int, pieces: Any, enough: int) -> int:
-        calls.append(offset)
-        if len(calls) == 4:
-            raise OSError(5, "Input/output error")
-        return whole(fd, offset, pieces, enough)
-
-    monkeypatch.setattr(host, "read_at", fail)
-    with pytest.raises(StorageError, match="Input/output error") as caught:
-        load_into(tmp_path / "m.safetensors", room.tensors, staging_bytes=300_000, threads=1)
-    assert caught.value.dirty == ("b",)
-    del caught
-    gc.collect()
-    assert driver.live() == before
-    assert driver.seen().failed == 0
-    assert room.tensors["b"].releases == [1]
+    check_a_read_that_fails(driver, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize(

@@ -16,17 +16,18 @@ from dlpack_loader.bounds import Bounds
 from dlpack_loader.destination import Memory
 from dlpack_loader.errors import MissingDependencyError, OptionError, UnsupportedError
 from dlpack_loader.header import Entry
-from dlpack_loader.reads import Read, Transfer
+from dlpack_loader.reads import Gather, Read, Runs, Scatter, Transfer
 from dlpack_loader.runtime.device import CUDA, ROCM
 from dlpack_loader.runtime.files import Files
 from dlpack_loader.runtime.host import ScratchPool
-from dlpack_loader.runtime.source import SMALL_BYTES
+from dlpack_loader.runtime.source import SMALL_BYTES, Source
 from dlpack_loader.stream import OwnedStream
 
 __all__ = [
     "NAMES",
     "Backend",
     "BackendInfo",
+    "ByKind",
     "Mapper",
     "Worker",
     "check_fills",
@@ -38,6 +39,7 @@ __all__ = [
     "host_backend",
     "is_small",
     "mapping_backend",
+    "perform",
     "read_small",
 ]
 
@@ -73,6 +75,35 @@ class Worker(Protocol):
             The operating system's error, with its class; TruncatedError where the file ends too early. Parts of the
             read's destinations may have been written.
         """
+
+
+class ByKind(Protocol):
+    """A worker that reads through the operating system, with a method for each kind of read."""
+
+    source: Source
+
+    def scatter(self, read: Scatter, /) -> None:
+        """Read one range to its destinations."""
+
+    def runs(self, read: Runs, /) -> None:
+        """Read equal pieces to their places."""
+
+    def gather(self, read: Gather, /) -> None:
+        """Read one range and copy from it."""
+
+
+def perform(worker: ByKind, read: Read) -> None:
+    """Perform one read by the worker's own means, with the operating system's errors as the package's."""
+    try:
+        worker.source.open(read.file)
+        if isinstance(read, Scatter):
+            worker.scatter(read)
+        elif isinstance(read, Runs):
+            worker.runs(read)
+        else:
+            worker.gather(read)
+    except OSError as error:
+        raise worker.source.mapped(error, read.offset) from error
 
 
 class Backend(Protocol):

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from dlpack_loader.backend import BackendInfo
+from dlpack_loader.backend import BackendInfo, perform
 from dlpack_loader.bounds import Bounds
 from dlpack_loader.destination import Memory
 from dlpack_loader.errors import StorageError, storage_error
@@ -72,22 +72,13 @@ class _Worker:
         self.staged_bytes = 0
 
     def read(self, read: Read, /) -> None:
-        try:
-            self.source.open(read.file)
-            if isinstance(read, Scatter):
-                self._scatter(read)
-            elif isinstance(read, Runs):
-                self._runs(read)
-            else:
-                self._gather(read)
-        except OSError as error:
-            raise self.source.mapped(error, read.offset) from error
+        perform(self, read)
 
     def close(self) -> None:
         self.source.close()
         self._pool.give(self._scratch)
 
-    def _scatter(self, read: Scatter) -> None:
+    def scatter(self, read: Scatter) -> None:
         pointers = self._pointers
         words = [word for part in read.segments for word in (pointers[part.destination] + part.offset, part.nbytes)]
         pieces = host.vector(*words)
@@ -102,7 +93,7 @@ class _Worker:
             at += size
         self.staged_bytes += read.nbytes
 
-    def _runs(self, read: Runs) -> None:
+    def runs(self, read: Runs) -> None:
         size, axis = read.size, read.axis
         offset, address = read.offset, self._pointers[read.destination] + read.at
         for _ in range(axis.steps):
@@ -111,7 +102,7 @@ class _Worker:
             address += axis.target
         self.direct_bytes += read.nbytes
 
-    def _gather(self, read: Gather) -> None:
+    def gather(self, read: Gather) -> None:
         end = read.offset + read.nbytes
         fits = read.nbytes + 2 * host.ALIGNMENT <= self._capacity
         if fits and self.source.is_cold(read.offset, read.nbytes, self._capacity):

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from dlpack_loader.backend import BackendInfo
+from dlpack_loader.backend import BackendInfo, perform
 from dlpack_loader.bounds import Bounds
 from dlpack_loader.destination import Memory
 from dlpack_loader.errors import OptionError
@@ -123,16 +123,7 @@ class _Worker:
         self.staged_bytes = 0
 
     def read(self, read: Read, /) -> None:
-        try:
-            self.source.open(read.file)
-            if isinstance(read, Scatter):
-                self._scatter(read)
-            elif isinstance(read, Runs):
-                self._runs(read)
-            else:
-                self._gather(read)
-        except OSError as error:
-            raise self.source.mapped(error, read.offset) from error
+        perform(self, read)
         self.staged_bytes += read.nbytes
 
     def close(self) -> None:
@@ -146,7 +137,7 @@ class _Worker:
             self._device.destroy_event(slot.event)
             self._device.free_pinned(slot.address)
 
-    def _scatter(self, read: Scatter) -> None:
+    def scatter(self, read: Scatter) -> None:
         slot = self._take()
         source = self._fill(slot, read.offset, read.nbytes)
         for part in read.segments:
@@ -154,7 +145,7 @@ class _Worker:
             source += part.nbytes
         self._give(slot)
 
-    def _runs(self, read: Runs) -> None:
+    def runs(self, read: Runs) -> None:
         slot = self._take()
         size, axis = read.size, read.axis
         for i in range(axis.steps):
@@ -162,7 +153,7 @@ class _Worker:
         self._spread(self._pointers[read.destination] + read.at, slot.address, (axis,), size)
         self._give(slot)
 
-    def _gather(self, read: Gather) -> None:
+    def gather(self, read: Gather) -> None:
         source = self._scratch.address(max(read.nbytes, 1))
         self.source.read(read.offset, host.vector(source, read.nbytes), read.nbytes)
         item = read.unit if read.cast is None else read.cast[1][1] * read.cast[1][2] // 8
