@@ -5,7 +5,7 @@ The header says what the bytes are, DLPack says where they go, a stream says whe
 The files, in the order in which they use one another (a later one uses earlier ones only)::
 
     errors  dtype  header  checkpoint       what the file says
-    html                                    what notebooks show (strings)
+    quantities  html                        words for counts, what notebooks show (strings)
     selection  bounds  reads  plan          what is to be read (pure data)
     dlpack  runtime/  destination  region   where it goes
     backend/  transfer                      how it gets there

@@ -16,6 +16,7 @@ from html import escape
 from typing import Any, Protocol
 
 from dlpack_loader.dtype import DLDataType, dtype_of_dlpack
+from dlpack_loader.quantities import plural, size_text
 
 __all__ = [
     "checkpoint_html",
@@ -107,7 +108,7 @@ def checkpoint_html(checkpoint: _Checkpoint | None) -> str:
     entries = [entry for entry in checkpoint.find(checkpoint.offset_keys()) if entry is not None]
     title = os.path.basename(checkpoint.index) if checkpoint.index else names[0] if len(names) == 1 else None
     head = f"<b>{_text(title)}</b>" if title else f"<b>{len(names):,} files</b>"
-    parts = [f"<p>{head}, {_count(len(entries), 'tensor')}, {_size(sum(entry.nbytes for entry in entries))}</p>"]
+    parts = [f"<p>{head}, {plural(len(entries), 'tensor')}, {size_text(sum(entry.nbytes for entry in entries))}</p>"]
     if len(names) > 1:
         sums: Counter[str] = Counter()
         counts: Counter[str] = Counter()
@@ -115,7 +116,7 @@ def checkpoint_html(checkpoint: _Checkpoint | None) -> str:
             sums[entry.file] += entry.nbytes
             counts[entry.file] += 1
         rows = [(_text(name), f"{counts[path]:,}", f"{sums[path]:,}") for name, path in zip(names, paths, strict=True)]
-        parts.append(_folded(_count(len(names), "file"), _listed(("file", "tensors", "bytes"), rows, "_nn")))
+        parts.append(_folded(plural(len(names), "file"), _listed(("file", "tensors", "bytes"), rows, "_nn")))
     parts += [_dtypes(entries), _tensors(entries), _metadata(checkpoint.metadata())]
     return _page(*parts)
 
@@ -124,7 +125,7 @@ def header_html(header: _Header) -> str:
     """Show a header: the dtypes of its file and its largest tensors."""
     entries = [entry for entry in header.find(header) if entry is not None]
     total = sum(entry.nbytes for entry in entries)
-    head = f"<p><b>{_text(os.path.basename(header.file))}</b>, {_count(len(entries), 'tensor')}, {_size(total)}</p>"
+    head = f"<p><b>{_text(os.path.basename(header.file))}</b>, {plural(len(entries), 'tensor')}, {size_text(total)}</p>"
     return _page(head, _dtypes(entries), _tensors(entries), _metadata(header.metadata))
 
 
@@ -144,7 +145,7 @@ def entry_html(entry: _Entry) -> str:
         ("shape", _shape(entry.shape)),
         ("file", _text(os.path.basename(entry.file))),
         ("offset", f"{entry.offset:,}"),
-        ("bytes", _size(entry.nbytes)),
+        ("bytes", size_text(entry.nbytes)),
     )
     return _page(_facts(facts))
 
@@ -162,8 +163,8 @@ def plan_html(plan: Any, is_staged: Callable[[Any, Any], bool]) -> str:
     bounds = plan.bounds
     files = len({transfer.file for transfer in plan.transfers})
     head = (
-        f"<p><b>Plan</b>: {_count(len(plan.transfers), 'transfer')} into {_count(len(plan.names), 'destination')} from "
-        f"{_count(files, 'file')}</p>"
+        f"<p><b>Plan</b>: {plural(len(plan.transfers), 'transfer')} into {plural(len(plan.names), 'destination')} from "
+        f"{plural(files, 'file')}</p>"
     )
     limits = (
         ("one read", f"at most {bounds.chunk_bytes:,} bytes, {bounds.threads:,} at a time"),
@@ -189,9 +190,9 @@ def load_report_html(report: Any) -> str:
     rate = f" ({report.bytes_written / report.seconds / 1e9:.2f} GB/s)" if report.seconds else ""
     facts = [
         ("filled", f"{len(report.filled):,}"),
-        ("written", _size(report.bytes_written)),
-        ("read", _size(report.bytes_read)),
-        ("zeroed", _size(report.bytes_zeroed)),
+        ("written", size_text(report.bytes_written)),
+        ("read", size_text(report.bytes_read)),
+        ("zeroed", size_text(report.bytes_zeroed)),
         ("time", f"{report.seconds:.3f} s{rate}"),
         ("backend", f"<b>{_text(report.backend)}</b>: {_text(report.reason, 4 * _LONGEST)}"),
     ]
@@ -212,8 +213,8 @@ def lazy_report_html(report: Any) -> str:
         ("copies, direct", f"{report.direct:,}"),
         ("copies, staged", f"{report.staged:,}"),
         ("materialized", f"{report.materialized:,}"),
-        ("written", _size(report.bytes_written)),
-        ("read", _size(report.bytes_read)),
+        ("written", size_text(report.bytes_written)),
+        ("read", size_text(report.bytes_read)),
     )
     bar = _bar(report.direct_bytes, report.compat_bytes, report.staged_bytes)
     return _page("<p><b>Read through lazy tensors</b></p>", bar, _facts(facts))
@@ -227,13 +228,13 @@ def _totals(totals: Any, more: Iterable[tuple[str, str]]) -> str:
     ratio = f" ({totals.bytes_read / totals.bytes_written:.2f} x)" if totals.bytes_written else ""
     facts = [
         ("reads", f"{totals.reads:,}"),
-        ("read", _size(totals.bytes_read)),
-        ("written", f"{_size(totals.bytes_written)}{ratio and f', read{ratio}'}"),
-        ("staging at the peak", f"{_size(totals.peak_staging)}; more, within what is allowed, if files are cold"),
+        ("read", size_text(totals.bytes_read)),
+        ("written", f"{size_text(totals.bytes_written)}{ratio and f', read{ratio}'}"),
+        ("staging at the peak", f"{size_text(totals.peak_staging)}; more, within what is allowed, if files are cold"),
         *more,
     ]
     if totals.bytes_zeroed:
-        facts.append(("zeroed", f"{_size(totals.bytes_zeroed)}, which no tensor fills"))
+        facts.append(("zeroed", f"{size_text(totals.bytes_zeroed)}, which no tensor fills"))
     return _bar(totals.direct_bytes, 0, totals.staged_bytes) + _facts(facts)
 
 
@@ -347,18 +348,3 @@ def _file_names(paths: Sequence[str]) -> list[str]:
         return names
     shared = os.path.commonpath([os.path.abspath(path) for path in paths])
     return [os.path.relpath(path, shared) for path in paths]
-
-
-def _count(count: int, noun: str) -> str:
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
-
-
-def _size(nbytes: int) -> str:
-    """Return a size exactly, and rounded where that helps."""
-    size, unit = float(nbytes), "bytes"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if size < 1024:
-            break
-        size, unit = size / 1024, larger
-    exact = f"{nbytes:,} bytes" if nbytes != 1 else "1 byte"
-    return exact if unit == "bytes" else f"{size:,.1f} {unit} ({exact})"

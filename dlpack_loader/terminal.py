@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from dlpack_loader.errors import HeaderError, LoaderError
+from dlpack_loader.quantities import plural, size_text
 
 __all__ = [
     "amount",
@@ -19,12 +20,9 @@ __all__ = [
     "complain",
     "document",
     "explain",
-    "plural",
     "print_json",
     "print_table",
-    "rounded",
     "short_paths",
-    "size_text",
 ]
 
 
@@ -95,24 +93,3 @@ def clean(text: str) -> str:
 def amount(tensors: int, nbytes: int) -> str:
     """Return so many tensors and so many bytes in words."""
     return f"{plural(tensors, 'tensor')}, {size_text(nbytes)}"
-
-
-def plural(count: int, noun: str) -> str:
-    """Return a count with its noun."""
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
-
-
-def size_text(nbytes: int) -> str:
-    """Return a size exactly, and rounded where that helps."""
-    exact = f"{nbytes:,} bytes" if nbytes != 1 else "1 byte"
-    return exact if nbytes < 1024 else f"{rounded(nbytes)} ({exact})"
-
-
-def rounded(nbytes: int) -> str:
-    """Return a size in binary units, one decimal."""
-    size = float(nbytes)
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if size < 1024 or unit == "TiB":
-            break
-        size /= 1024
-    return f"{nbytes} B" if unit == "B" else f"{size:,.1f} {unit}"

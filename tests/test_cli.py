@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 import dlpack_loader
 from dlpack_loader import cli, safe_open
 from dlpack_loader.dtype import DTYPES
-from dlpack_loader.terminal import size_text
+from dlpack_loader.quantities import size_text
 
 ROOT = Path(dlpack_loader.__file__).parents[1]
 

@@ -9,7 +9,8 @@ import typer
 from dlpack_loader.checkpoint import open_checkpoint
 from dlpack_loader.cli.options import Json
 from dlpack_loader.errors import CheckpointError, LoaderError
-from dlpack_loader.terminal import amount, clean, document, explain, plural, print_json
+from dlpack_loader.quantities import plural
+from dlpack_loader.terminal import amount, clean, document, explain, print_json
 
 __all__ = ["check"]
 

@@ -16,8 +16,9 @@ from dlpack_loader.diff import Change, Comparison, Kind, compare
 from dlpack_loader.dtype import BITS
 from dlpack_loader.errors import OptionError
 from dlpack_loader.header import Entry
+from dlpack_loader.quantities import plural, size_text
 from dlpack_loader.reader import DEFAULT_STAGING_BYTES
-from dlpack_loader.terminal import clean, plural, print_json, print_table, size_text
+from dlpack_loader.terminal import clean, print_json, print_table
 
 __all__ = ["diff"]
 

@@ -16,7 +16,8 @@ from rich.text import Text
 
 from dlpack_loader.cli.options import Json
 from dlpack_loader.doctor import Examination, Finding, Level, examine
-from dlpack_loader.terminal import clean, plural, print_json
+from dlpack_loader.quantities import plural
+from dlpack_loader.terminal import clean, print_json
 
 __all__ = ["doctor"]
 

@@ -16,9 +16,10 @@ from dlpack_loader.dtype import BY_CODE
 from dlpack_loader.errors import OptionError
 from dlpack_loader.header import Entry
 from dlpack_loader.load import load_into
+from dlpack_loader.quantities import size_text
 from dlpack_loader.reader import DEFAULT_STAGING_BYTES, safe_open
 from dlpack_loader.selection import select
-from dlpack_loader.terminal import clean, print_json, size_text
+from dlpack_loader.terminal import clean, print_json
 
 __all__ = ["load"]
 

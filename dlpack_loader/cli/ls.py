@@ -13,7 +13,8 @@ import typer
 from dlpack_loader.checkpoint import open_checkpoint
 from dlpack_loader.cli.options import Json, Match, Source, choose
 from dlpack_loader.header import Entry
-from dlpack_loader.terminal import amount, clean, print_json, print_table, rounded, short_paths, size_text
+from dlpack_loader.quantities import rounded, size_text
+from dlpack_loader.terminal import amount, clean, print_json, print_table, short_paths
 
 __all__ = ["list_tensors"]
 
